@@ -64,11 +64,12 @@ class Assignments:
 
     def __init__(self, problem: Problem, cut: Cut) -> None:
         self.problem = problem
-        self.cut = Cut(
-            cut.counts,
-            optimizer_on_host=problem.optimizer_on_host,
-            weights_on_host=problem.weights_on_host,
-        )
+        again: frozenset[int] = frozenset()
+        if problem.recompute == "full" and problem.policy is None:
+            again = problem.workload.everything_recomputed(cut.counts).recompute
+        elif problem.recompute == "full":
+            again = frozenset(range(problem.workload.num_layers))
+        self.cut = Cut(cut.counts, again, problem.optimizer_on_host, problem.weights_on_host)
         self.sizes = problem.sizes
         bounds = self.cut.bounds
         self.stages = range(problem.workload.num_stages)
@@ -83,7 +84,7 @@ class Assignments:
         """How many assignments have been evaluated."""
         self._known: dict[frozenset[tuple[Tensor, Way]], tuple[Footprint, Score]] = {}
         self._parts: dict[tuple[int, tuple[tuple[Tensor, Way], ...]], _Part] = {}
-        self.uncompressed = self.footprint({})
+        self.uncompressed = problem.footprints.of(replace(self.cut, recompute=frozenset()))
 
     def footprint(self, assigned: Assigned) -> Footprint:
         """The time and memory of an assignment."""
@@ -120,8 +121,8 @@ class Assignments:
         return self._known[key]
 
     def _recomputing(self, parts: Mapping[int, _Part]) -> Cut:
-        again = frozenset(layer for layer, part in parts.items() if part.is_recomputed)
-        return replace(self.cut, recompute=again)
+        again = {layer for layer, part in parts.items() if part.is_recomputed}
+        return replace(self.cut, recompute=self.cut.recompute | again)
 
     def _parts_of(self, assigned: Assigned) -> dict[int, _Part]:
         """The part of each layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.memory_model import tensors_of
@@ -45,9 +45,7 @@ def chosen(assignments: Assignments) -> tuple[dict[Tensor, Way], frozenset[Tenso
     """
     problem = assignments.problem
     if problem.recompute == "full":
-        again: Collection[int] = assignments.owner
-        if problem.policy is None:
-            again = problem.workload.everything_recomputed(assignments.cut.counts).recompute
+        again = assignments.cut.recompute
         return {key: None for key in assignments.sizes if key[0] in again}, frozenset()
     fixed: dict[Tensor, Way] = {}
     kept: set[Tensor] = set()

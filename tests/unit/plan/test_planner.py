@@ -269,6 +269,17 @@ def test_recomputation_of_a_wished_partition(recompute):
         assert arrange(model, short, request).cuts == (Cut((1, 1), frozenset({0})),)
 
 
+@pytest.mark.parametrize(("room", "num_recomputed"), [(90, 0), (60, 2), (33, 3)])
+def test_one_device_recomputes_layer_by_layer(room, num_recomputed):
+    """Each layer has 2 bytes of weights, saves 20, or 1 if it is recomputed in its backward."""
+    model = profile(4, saved=20, static=2, seconds=0.01)
+    model = replace(model, layers=tuple(replace(layer, input_bytes=1) for layer in model.layers))
+    request = PlanRequest(virtual_machines=1, microbatches=2, batch_samples=2.0)
+    found = arrange(model, Cluster(devices("a:X", memory_bytes=room)), request)
+    assert len(found.cuts[0].recompute) == num_recomputed
+    assert found.prediction.memory_bytes[0][0] <= room
+
+
 def blocks_of_two(num_blocks: int, weights: int = 0) -> Profile:
     """Equal layers; more crosses the boundary inside of a block than those between blocks."""
     layers = tuple(
