@@ -1,8 +1,9 @@
 """Train or fine-tune a causal language model of Hugging Face's transformers, unmodified.
 
+    pip install -c constraints.txt transformers peft
     python examples/huggingface.py                             # a small GPT-2 with random weights
     python examples/huggingface.py --model folder/of/a/model   # weights that you have on disk
-    python examples/huggingface.py --lora true                 # with LoRA (`pip install peft`)
+    python examples/huggingface.py --lora true                 # with LoRA
 
 The LightningModule below is all that there is. Each of the two stages holds its own blocks, their
 gradients and their optimizer state.

@@ -94,6 +94,7 @@ def main(
         batch_size: samples of a virtual machine's batch.
     """
     if not hosts:
+        print("blocks of each stage; the planner chooses which GPU is the first one")
         for megabits in MEGABITS:
             seconds, counts = step_seconds(megabits)
             print(f"{megabits:>6} Mbit/s   a step takes {seconds:5.2f} s   blocks {counts}")

@@ -76,5 +76,6 @@ def report(hosts: dict[str, list[Finding]], links: list[Finding]) -> str:
             if each.advice:
                 lines.append(f"  {'':<{width}}  → {each.advice}")
     todo = sum(bool(each.advice) for part in (*hosts.values(), links) for each in part)
-    lines += ["", f"{todo} lines have something to do about." if todo else "All is well."]
+    end = f"Do what stands below the lines with `!` ({todo} in all)." if todo else "All is well."
+    lines += ["", end]
     return printable("\n".join(lines[1:]))

@@ -127,14 +127,19 @@ def _why(best: Arrangement) -> str:
     shown = [one for one in fits if one.num_stages == depth]
     shown += [one for one in fits if one.num_stages != depth][: _MOST_SHOWN - len(shown)]
     parts = [
-        f"{one.num_stages} stages{' (chosen)' if one.num_stages == depth else ''}"
+        f"{_stages(one.num_stages)}{' (chosen)' if one.num_stages == depth else ''}"
         f" {one.samples_per_second:.4g}, {one.limit}"
         for one in shown
     ]
     if small := [one.num_stages for one in best.tried if not one.samples_per_second]:
-        parts.append(f"{', '.join(map(str, sorted(small)))} stages: does not fit in memory")
-    text = "samples per second by the deepest pipeline, without swaps: " + "; ".join(parts)
-    return textwrap.fill(text, 100)
+        counts = ", ".join(map(str, sorted(small)))
+        parts.append(f"{counts} stage{'s' if counts != '1' else ''}: does not fit in memory")
+    text = "samples per second by the pipelines' depth, before tensors are swapped: "
+    return textwrap.fill(text + "; ".join(parts), 100)
+
+
+def _stages(number: int) -> str:
+    return "1 stage" if number == 1 else f"{number} stages"
 
 
 def _peak(arrangement: Arrangement) -> str:
@@ -302,6 +307,9 @@ def _within(cluster: Cluster, request: MemoryRequest) -> Cluster:
 class Measuring(Callback):
     """Ends a run as soon as its steps have been measured, and shows the progress."""
 
+    def __init__(self) -> None:
+        self._shown = 0
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Ends the run if enough has been measured."""
         strategy = trainer.strategy
@@ -312,12 +320,21 @@ class Measuring(Callback):
             self._show(trainer.global_step, strategy.steps_to_measure, trainer.should_stop)
 
     def _show(self, step: int, total: int, is_over: bool) -> None:
-        is_terminal = sys.stderr.isatty()
-        if is_terminal or is_over or step == 1 or not step % _SHOWN_EVERY:
-            begin, end = ("\r", "\n" if is_over else "") if is_terminal else ("", "\n")
-            # The plan is made in a thread, during a few more steps.
-            text = f"{begin}PipeShift measures: step {min(step, total)} of {total}"
-            print(text, end=end, file=sys.stderr, flush=True)
+        # The plan is made in a thread, during a few more steps.
+        step = min(step, total)
+        if sys.stderr.isatty():
+            begin, end = "\r", "\n" if is_over else ""
+        elif step != self._shown and (is_over or step == 1 or not step % _SHOWN_EVERY):
+            begin, end = "", "\n"
+        else:
+            return
+        self._shown = step
+        print(
+            f"{begin}PipeShift measures: step {step} of {total}",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _measuring_cli(

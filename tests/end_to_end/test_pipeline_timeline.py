@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,24 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PipelineTimeline
+from lightning_pipeshift import (
+    ConfigurationError,
+    LayerMigration,
+    MemoryCompression,
+    Move,
+    PipelineTimeline,
+    SwapAll,
+)
 from lightning_pipeshift.plan.cost.lanes import MOST_PIECES
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.asynchronous import turn
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
-from lightning_pipeshift.plan.timeline.recording import Recording, What, sender_of
+from lightning_pipeshift.plan.timeline.recording import Mark, Recording, What, sender_of
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.end_to_end.test_changing_plans import Sleeper
-from tests.features_models import built, parameters_of, quiet_trainer, read_csv
+from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
+from tests.features_models import AwaitsPlanning, built, parameters_of, quiet_trainer, read_csv
 from tests.models import points
 from tests.unit.plan.test_timeline import check_trace
 
@@ -187,6 +195,49 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
     assert sum(action[0] == "R" for row in again for action in row) == 8
 
 
+def swapping(folder: str) -> Any:
+    """A run in which all saved tensors leave the device as soon as that is planned."""
+    L.seed_everything(7, verbose=False)
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4, "profile_steps": 2}},
+        callbacks=[
+            AwaitsPlanning(),
+            PipelineTimeline(every_n_steps=NUM_BATCHES - 1, folder=folder),
+        ],
+        plugins=[MemoryCompression(budget="10MB", policy=SwapAll(min_bytes=1))],
+        max_epochs=1,
+    )
+    trainer.fit(built(Sleeper), DataLoader(points(NUM_BATCHES).dataset, batch_size=8))
+
+
+def test_tensors_that_are_swapped_are_recorded(tmp_path: Path) -> None:
+    """Each leaves behind its microbatch's forward, and comes back for its backward; Perfetto's
+    events say the same.
+    """
+    run_ranks(swapping, 2, str(tmp_path))
+    recording = recordings(tmp_path)[NUM_BATCHES - 1]
+    events = json.loads((tmp_path / f"timeline-{NUM_BATCHES - 1}.json").read_text())["traceEvents"]
+    for record in recording.ranks:
+        spans = {str(span.action): span for span in record.spans}
+        ways: dict[str, dict[str, Mark]] = {}
+        for mark in record.of(What.SWAP):
+            way, tensor = mark.name.split(" ", 1)
+            ways.setdefault(tensor, {})[way] = mark
+        assert {tensor.rsplit(" ", 1)[1] for tensor in ways} == {"0", "1", "2", "3"}
+        for tensor, found in ways.items():
+            out, back, microbatch = found["out"], found["back"], tensor.rsplit(" ", 1)[1]
+            assert out.num_bytes == back.num_bytes > 0
+            assert spans[f"F{microbatch}"].start <= out.begin <= out.end <= back.begin
+            assert back.begin <= spans[f"B{microbatch}"].end
+        drawn = [
+            (event["name"], event["args"]["bytes"])
+            for event in events
+            if (event["pid"], event["ph"], event.get("cat")) == (record.rank, "b", "swap")
+        ]
+        expected = [(f"swap: {mark.name}", mark.num_bytes) for mark in record.of(What.SWAP)]
+        assert drawn == expected
+
+
 def test_rings_and_lanes_of_several_virtual_machines_are_recorded(tmp_path: Path) -> None:
     require_same_bits(run_ranks(train_all, 4, TWO_MACHINES, 4, str(tmp_path)))
     for name in TWO_MACHINES:
@@ -285,6 +336,29 @@ def test_loggers_get_figures_and_pictures_and_users_values_stay(tmp_path: Path) 
         assert float(row["pipeshift/stage_seconds/0.1"]) > 0
         assert float(row["pipeshift/memory/0.0"]) > 0
         assert float(row["pipeshift/moves"]) == 0
+
+
+def getting_slow(folder: str) -> list[str]:
+    """The warnings of a run whose second rank gets slow, by the clock of the layers' sleep."""
+    go_by_sleep()
+    SLOW["factor"] = 1.0
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"microbatches": 4, "profile_steps": 0}},
+        callbacks=[SlowsDown(), PipelineTimeline(every_n_steps=1, folder=folder)],
+        max_epochs=1,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(built(Sleeper), DataLoader(points(NUM_BATCHES).dataset, batch_size=8))
+    return [str(each.message) for each in caught if "as slow as its plan" in str(each.message)]
+
+
+def test_a_rank_that_gets_slow_is_named_in_one_warning(tmp_path: Path) -> None:
+    (line,), others = run_ranks(getting_slow, 2, str(tmp_path))
+    assert line.startswith("PipeShift: rank 1 (stage 1 of virtual machine 0, host ")
+    assert "is 15.0 times as slow as its plan expects" in line
+    assert "LayerMigration()" in line
+    assert not others, "the first rank speaks for all"
 
 
 def test_wrong_arguments_and_strategies_are_refused() -> None:
