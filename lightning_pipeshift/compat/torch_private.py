@@ -123,6 +123,19 @@ PRIVATE_READS: Final = frozenset({"_is_all_true", "_is_any_true"})
 PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
 """Methods and attributes of a tensor that do not depend on its values."""
 
+# --- compiled modules ---
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled a module, or one inside of it."""
+    # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
+    # its class would import the compiler.
+    return any(
+        "_orig_mod" in each._modules or each._compiled_call_impl is not None
+        for each in module.modules()
+    )
+
+
 # --- tensors ---
 
 make_subclass: Callable[..., Any] = Tensor._make_subclass

@@ -57,6 +57,15 @@ class Gpt2(Trains):
         return loss
 
 
+class Compiled(Trains):
+    """Some of its layers are compiled, in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = cast(nn.Module, torch.compile(self.blocks[0], backend="eager"))
+        self.blocks[1].compile(backend="eager")
+
+
 def held_bytes(model: L.LightningModule) -> int:
     """The bytes of all tensors that the process can reach."""
     found = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
@@ -141,6 +150,14 @@ def test_what_is_held_is_within_the_budget() -> None:
     assert same_bits(found, plain)
     assert plain["reads"] > 4 * MODEL_BYTES
     assert found["reads"] <= budget
+
+
+def test_the_weights_of_compiled_layers_stay_and_those_of_others_move() -> None:
+    (expected,), (found,) = (
+        run_ranks(train, 1, budget, module=Compiled) for budget in (None, 1.9 * MODEL_BYTES)
+    )
+    assert same_bits(found, expected)
+    assert found["plan"].weights_on_host == ((2, 3, 4, 5),)
 
 
 def test_a_checkpoint_goes_on_with_another_split_and_another_budget(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from lightning_pipeshift.compat.torch_private import storage_use_count, version_
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.host_copies import is_dense, layout_of
 
-
 SAMPLED: Final = 32
 """Into how many parts a weight is divided for comparisons that take next to no time."""
 
