@@ -126,14 +126,16 @@ PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
 # --- compiled modules ---
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has compiled a module, or one inside of it."""
+def compiled_in(root: nn.Module) -> list[nn.Module]:
+    """The modules that ``torch.compile`` has compiled, and all those inside of them."""
     # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
     # its class would import the compiler.
-    return any(
-        "_orig_mod" in each._modules or each._compiled_call_impl is not None
-        for each in module.modules()
-    )
+    return [
+        inner
+        for each in root.modules()
+        if "_orig_mod" in each._modules or each._compiled_call_impl is not None
+        for inner in each.modules()
+    ]
 
 
 # --- tensors ---

@@ -288,24 +288,6 @@ def layers_of(
     return tuple(found)
 
 
-def momentary_bytes(gates: Sequence[Gate], guesses: Mapping[int, Figures]) -> int:
-    """The most bytes that a backward takes for a moment, in any layer: a parameter's gradient
-    before it is added to that of earlier microbatches, and the gradients of an operation's result
-    and of its argument, each as large as a saved tensor.
-
-    Args:
-        gates: of the layers.
-        guesses: the measurements of the layers.
-    """
-    found = [0]
-    for index, gate in enumerate(gates):
-        weights = [bytes_of([p]) for p in gate.layer.parameters() if p.requires_grad]
-        tensors = guesses[index].tensors if index in guesses else ()
-        saved = [tensor.num_bytes for tensor in tensors]
-        found.append(max(weights, default=0) + 2 * max(saved, default=0))
-    return max(found)
-
-
 def _copies(optimizer: Optimizer) -> int:
     """The likely number of state values for each element of a parameter; an optimizer makes them in
     its first step only.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import is_compiled
+from lightning_pipeshift.compat.torch_private import compiled_in
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import (
@@ -477,9 +477,13 @@ class Pipeline:
         """The parameters that one layer only uses, by layer, without those of compiled layers:
         their code may have taken a weight's memory for good, or runs again when it has changed.
         """
+        compiled = set(compiled_in(self.root))
         gates = self._trace_cache.gates
-        found = of_one_layer(uses).items()
-        return {layer: ps for layer, ps in found if not is_compiled(gates[layer].layer)}
+        return {
+            layer: parameters
+            for layer, parameters in of_one_layer(uses).items()
+            if compiled.isdisjoint(gates[layer].layer.modules())
+        }
 
     def _reorder(self, plan: Plan) -> None:
         """Makes each rank the stage that it is under a plan. Every rank calls this, between two
