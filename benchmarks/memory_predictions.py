@@ -427,7 +427,7 @@ def main() -> None:
                 "predicted",
                 "measured",
                 "off by, %",
-                f"beside {KEPT!r}, %",
+                f"relative to {KEPT!r}, %",
             ],
             rows,
         )
