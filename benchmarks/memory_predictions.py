@@ -34,7 +34,7 @@ from torch.optim import Adam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.holding import Holder
-from benchmarks.measuring import arguments, interval, print_table, save, shown
+from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed
 from lightning_pipeshift import KeepAll, MemoryCompression, PipeShiftStrategy, Plan, RecomputeAll
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy, SwapAll, TensorRecord
@@ -92,8 +92,9 @@ class HoldsCostly:
         return Choice.KEEP if is_costly else Choice.RECOMPUTE
 
 
+KEPT = "all kept"
 CASES = {
-    "all kept": Case(),
+    KEPT: Case(),
     "some recomputed": Case(saved=0.6, has_host=False),
     "all recomputed": Case(policy=RecomputeAll()),
     "all recomputed in part": Case(policy=HoldsCostly()),
@@ -401,8 +402,10 @@ def main() -> None:
         given = (options.cases, options.num_rounds, options.num_steps)
         found, moves = run_ranks(measure, NUM_STAGES, name, *given, timeout=1200)[0]
         rows, cases = [], {}
+        kept = found.get(KEPT)
         for case, timed in found.items():
             error = interval(errors_of(timed))
+            of_kept = interval(errors_of(timed, kept)) if kept else error
             rows.append(
                 [
                     case,
@@ -410,13 +413,22 @@ def main() -> None:
                     f"{1000 * timed.predicted_seconds:.0f} ms",
                     f"{1000 * timed.median:.0f} ms",
                     shown(error, "+.1f"),
+                    shown(of_kept, "+.1f"),
                 ]
             )
-            cases[case] = {"error_percent": error, "moves": moves[case]} | asdict(timed)
+            cases[case] = {"error_percent": error, "error_beside_kept_percent": of_kept}
+            cases[case] |= {"moves": moves[case]} | asdict(timed)
             del cases[case]["plan"]
         print_table(
             f"{name}: {NUM_STAGES} stages, {MODELS[name].microbatches} microbatches",
-            ["plan", "layers and tensors", "predicted", "measured", "off by, %"],
+            [
+                "plan",
+                "layers and tensors",
+                "predicted",
+                "measured",
+                "off by, %",
+                f"relative to {KEPT!r}, %",
+            ],
             rows,
         )
         largest = max(abs(each["error_percent"]["median"]) for each in cases.values())
@@ -427,10 +439,16 @@ def main() -> None:
     save(options.json, figures)
 
 
-def errors_of(timed: Timed) -> list[float]:
-    """In percent of the measured time, in each turn."""
+def errors_of(timed: Timed, kept: Timed | None = None) -> list[float]:
+    """In percent of the measured time, in each turn; or of how many times as long it is as that of
+    another plan in the turn before, which says nothing of how busy the machine was meanwhile.
+    """
     assert timed.predicted_seconds is not None
-    return [100 * (timed.predicted_seconds / seconds - 1) for seconds in timed.turns]
+    predicted, turns = timed.predicted_seconds, timed.turns
+    if kept is not None and kept.predicted_seconds:
+        predicted /= kept.predicted_seconds
+        turns = ratios(turns, kept.turns)
+    return [100 * (predicted / seconds - 1) for seconds in turns]
 
 
 if __name__ == "__main__":

@@ -92,6 +92,12 @@ class Stack(L.LightningModule):
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.result = Result()
         self.times: list[float] = []
+        self.data_key = 0
+
+    def on_train_start(self) -> None:
+        """Looks at each weight's gradient, too, when it is computed."""
+        for parameter in self.parameters():
+            parameter.register_hook(lambda _: self.note())
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         """A regression."""
@@ -105,14 +111,16 @@ class Stack(L.LightningModule):
         return F.mse_loss(y, x.flip(1))
 
     def note(self) -> None:
-        """Notes what is held now."""
+        """Notes what is held now, without what the host has of a GPU: the data set."""
+        if self.trainer.global_step != LAST:
+            return
         found = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
         # Those that Python has not seen yet.
         found += [p.grad for p in self.parameters() if p.grad is not None]
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for tensor in found
-            if not tensor.is_meta
+            if not tensor.is_meta and tensor.untyped_storage()._cdata != self.data_key
         }
         strategy: Any = self.trainer.strategy
         held = sum(storages.values()) - strategy.memory_figures.get("host_bytes", 0)
@@ -135,6 +143,7 @@ def train(budget: float | None) -> Result:
     L.seed_everything(1, verbose=False)
     model = Stack()
     data = TensorDataset(torch.randn(SAMPLES * (LAST + 1), WIDTH))
+    model.data_key = data.tensors[0].untyped_storage()._cdata
     strategy: Any = PipeShiftStrategy(microbatches=MICROBATCHES)
     plugin = MemoryCompression(budget=budget * WEIGHT_BYTES) if budget else None
     trainer = quiet_trainer(

@@ -123,6 +123,21 @@ PRIVATE_READS: Final = frozenset({"_is_all_true", "_is_any_true"})
 PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
 """Methods and attributes of a tensor that do not depend on its values."""
 
+# --- compiled modules ---
+
+
+def compiled_in(root: nn.Module) -> list[nn.Module]:
+    """The modules that ``torch.compile`` has compiled, and all those inside of them."""
+    # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
+    # its class would import the compiler.
+    return [
+        inner
+        for each in root.modules()
+        if "_orig_mod" in each._modules or each._compiled_call_impl is not None
+        for inner in each.modules()
+    ]
+
+
 # --- tensors ---
 
 make_subclass: Callable[..., Any] = Tensor._make_subclass

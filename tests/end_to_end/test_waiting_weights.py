@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_optimizer_state import (
     MODEL_BYTES,
+    NUM_BLOCKS,
     Block,
     Momentum,
     Trains,
@@ -55,6 +56,15 @@ class Gpt2(Trains):
         tokens = (100 * numbers[:, :12].abs()).long() % 64
         loss: Tensor = self.net(input_ids=tokens, labels=tokens).loss
         return loss
+
+
+class Compiled(Trains):
+    """Some of its layers are compiled, in both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = cast(nn.Module, torch.compile(self.blocks[0], backend="eager"))
+        self.blocks[1].compile(backend="eager")
 
 
 def held_bytes(model: L.LightningModule) -> int:
@@ -141,6 +151,17 @@ def test_what_is_held_is_within_the_budget() -> None:
     assert same_bits(found, plain)
     assert plain["reads"] > 4 * MODEL_BYTES
     assert found["reads"] <= budget
+
+
+def test_the_weights_of_compiled_layers_stay_and_those_of_others_move() -> None:
+    (expected,), (found,) = (
+        run_ranks(train, 1, budget, module=Compiled) for budget in (None, 1.9 * MODEL_BYTES)
+    )
+    assert same_bits(found, expected)
+    plan = found["plan"]
+    moved = {plan.layers[layer].name for layer in plan.weights_on_host[0]}
+    assert moved
+    assert moved <= {f"blocks.{number}" for number in range(2, NUM_BLOCKS)}
 
 
 def test_a_checkpoint_goes_on_with_another_split_and_another_budget(tmp_path: Path) -> None:

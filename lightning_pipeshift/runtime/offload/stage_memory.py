@@ -276,8 +276,9 @@ class StageMemory:
         if planned > self.weights.host_bytes:
             self._say(
                 f"{ceil_bytes_text(planned - self.weights.host_bytes)} of weights that the plan has"
-                " in host memory stay on the device, as something else refers to their memory (an"
-                " alias, a NumPy array, another process): the budget may be exceeded by as much."
+                " in host memory stay on the device, as their layer is compiled (`torch.compile`),"
+                " or something else refers to their memory (an alias, a NumPy array, another"
+                " process): the budget may be exceeded by as much."
             )
         moved = plan.optimizer_on_host_of(vm) & own.keys()
         self._states.follow(optimizers, own, moved, state_bytes, self._names)

@@ -10,7 +10,7 @@ saved parameter, or a view of one, has its values again before the backward read
 Weights change in the update only, so a layer that leaves after its forward or backward is not
 copied: its memory is freed. That is checked. A write that raises the version counter is copied to
 the host; one that does not (through ``data``) is found by comparison in the first steps, and now
-and then later, and is an error.
+and then later, and is an error. In between, a CPU compares a part of each weight.
 
 CN114880130B moves "every tensor related to a layer" while it is not used.
 """
@@ -104,7 +104,7 @@ class WaitingWeights:
         self._next: dict[tuple[int, int], int] = {}
         """By two layers used one after the other, the one that was used then, last time."""
         self._is_in_step = False
-        self._num_steps = 0
+        self._num_steps = self._num_checks = 0
 
     @property
     def layers(self) -> Collection[int]:
@@ -199,6 +199,7 @@ class WaitingWeights:
             yield
             self.leave_all()
             self._num_steps += 1
+            self._keep_for_aliases()
         except BaseException:
             # Who catches it may write to weights that are still on the device.
             for layer in self._layers.values():
@@ -310,6 +311,8 @@ class WaitingWeights:
         for index in self._layers:
             self._leave(index)
         self._before = self._current = -1
+        if not self._is_in_step:
+            self._keep_for_aliases()
 
     def _leave(self, index: int) -> None:
         """Frees a layer's memory on the device. Only what has been written to is copied first."""
@@ -318,7 +321,7 @@ class WaitingWeights:
             return
         self._finish_to_come(index)
         changed = [weight for weight in layer.weights if not weight.is_unchanged]
-        if self._is_in_step and self._is_checked:
+        if self._is_in_step:
             self._check(layer, changed)
         if changed:
             self._copy_out(changed)
@@ -335,9 +338,24 @@ class WaitingWeights:
     def _is_checked(self) -> bool:
         return self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
 
+    def _keep_for_aliases(self) -> None:
+        """Called when no backward is to come."""
+        for layer in self._layers.values():
+            for weight in layer.weights:
+                weight.keep_for_aliases()
+
     def _check(self, layer: _Layer, changed: Collection[Weight]) -> None:
+        self._num_checks += 1
         for weight in layer.weights:
-            if weight not in changed and not weight.is_equal:
+            if weight in changed:
+                continue
+            if self._is_checked:
+                is_equal = weight.is_equal
+            else:
+                # On a GPU the compute would wait for each comparison.
+                is_there = weight.device.device.type != "cpu"
+                is_equal = is_there or weight.looks_equal(self._num_checks)
+            if not is_equal:
                 raise LayerError(
                     f"A weight of shape {tuple(weight.parameter.shape)} of the layer"
                     f" {layer.name!r} was written to in its forward or backward, through its"

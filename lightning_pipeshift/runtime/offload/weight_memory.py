@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.host_copies import is_dense, layout_of
+
+SAMPLED: Final = 32
+"""Into how many parts a weight is divided for comparisons that take next to no time."""
+
+_LINE_BYTES: Final = 64
+"""Of a line of a processor's cache: less is not read any faster."""
 
 
 def may_wait(parameter: Tensor) -> bool:
@@ -32,6 +39,8 @@ class Weight:
         host: its memory on the host.
         version: the parameter's count of writes when it was last equal to the host's values.
         is_of_step: whether it came to the device within a step.
+        is_shared: whether its memory on the device has its values while it waits, as something else
+            refers to it.
     """
 
     parameter: nn.Parameter
@@ -39,6 +48,7 @@ class Weight:
     host: Tensor
     version: int = -1
     is_of_step: bool = False
+    is_shared: bool = False
 
     def begin_to_come(self, is_in_step: bool) -> None:
         """Allocates its memory on the device."""
@@ -46,6 +56,8 @@ class Weight:
             # User code has given it other memory.
             self.copy_to_host()
             self.parameter.data = self.host
+        self._require_equal_aliases()
+        self.is_shared = False
         self.version, self.is_of_step = version_of(self.parameter), is_in_step
         self.device.untyped_storage().resize_(self.host.nbytes)
 
@@ -75,6 +87,21 @@ class Weight:
         """Whether the host has the same bits."""
         return torch.equal(_bytes_of(self.device).cpu(), _bytes_of(self.host))
 
+    def looks_equal(self, number: int) -> bool:
+        """Whether the host has the same bits in one of ``SAMPLED`` parts of its memory, which is
+        spread evenly. Only asked of weights that are compared by the CPU.
+
+        Args:
+            number: of the part; those beyond ``SAMPLED`` begin again.
+        """
+        begin = _LINE_BYTES * (number % SAMPLED)
+        return all(
+            torch.equal(one, other)
+            for one, other in zip(
+                _sampled(self.device, begin), _sampled(self.host, begin), strict=True
+            )
+        )
+
     def copy_to_host(self) -> None:
         """Copies the values, on whatever stream is current."""
         values = self.parameter.data
@@ -91,6 +118,38 @@ class Weight:
         """Makes the host's memory the parameter's own, and frees the device's."""
         self.parameter.data = self.host
         self.device.untyped_storage().resize_(0)
+
+    def keep_for_aliases(self) -> None:
+        """Gives the device's memory its values again, if something else refers to it: reading
+        memory that was freed would end the process. Called when no backward is to come, whose saved
+        tensors may be views of the weight.
+        """
+        self._require_equal_aliases()
+        has_values, self.is_shared = self.is_shared, not is_alone(self.device)
+        if self.is_shared and not has_values:
+            self.device.untyped_storage().resize_(self.host.nbytes)
+            self.device.copy_(self.host)
+        elif has_values and not self.is_shared:
+            self.device.untyped_storage().resize_(0)
+
+    def _require_equal_aliases(self) -> None:
+        if self.is_shared and not self.is_equal:
+            raise LayerError(
+                f"A weight of shape {tuple(self.host.shape)} and an alias of it"
+                " (`weight.detach()`, `weight.data`) have different values: one of them was written"
+                " to between two steps, while this plan of `MemoryCompression` has the weight in"
+                " host memory. Keep a copy (`.clone()`) instead of an alias, or use a budget with"
+                " which weights stay on the device."
+            )
+
+
+def _sampled(tensor: Tensor, begin: int) -> list[Tensor]:
+    """The bytes of one line of each row of memory, and those behind the last whole row."""
+    everything = _bytes_of(tensor)
+    length = SAMPLED * _LINE_BYTES
+    num_rows = everything.numel() // length
+    rows = everything[: num_rows * length].view(num_rows, length)
+    return [rows[:, begin : begin + _LINE_BYTES], everything[num_rows * length :]]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

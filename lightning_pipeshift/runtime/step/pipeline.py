@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import compiled_in
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import (
@@ -458,7 +459,7 @@ class Pipeline:
         may_move = self.channels.device.type == "cpu"
         self.planning.waiting_bytes = {
             layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
-            for layer, parameters in of_one_layer(seen.uses).items()
+            for layer, parameters in self._only_theirs(seen.uses).items()
             if may_move
         }
         return self.planning.measure(
@@ -471,6 +472,18 @@ class Pipeline:
             trains,
             self.memory if trains else None,
         )
+
+    def _only_theirs(self, uses: Iterable[ParameterUse]) -> dict[int, list[nn.Parameter]]:
+        """The parameters that one layer only uses, by layer, without those of compiled layers:
+        their code may have taken a weight's memory for good, or runs again when it has changed.
+        """
+        compiled = set(compiled_in(self.root))
+        gates = self._trace_cache.gates
+        return {
+            layer: parameters
+            for layer, parameters in of_one_layer(uses).items()
+            if compiled.isdisjoint(gates[layer].layer.modules())
+        }
 
     def _reorder(self, plan: Plan) -> None:
         """Makes each rank the stage that it is under a plan. Every rank calls this, between two
@@ -648,7 +661,7 @@ class Pipeline:
         self._note_state_on_host()
         gates = self._trace_cache.gates
         assert self.holdings is not None
-        only_theirs = of_one_layer(self.holdings.uses)
+        only_theirs = self._only_theirs(self.holdings.uses)
         self.memory.follow_with_state(
             self.plan,
             self.vm,

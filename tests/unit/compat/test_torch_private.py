@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -458,3 +458,15 @@ def test_a_scaler_skips_the_step_for_a_flag_that_is_written_into_its_state() -> 
         assert parameter.tolist() == [value, value]
     assert scaler.get_scale() == 2.0
     assert compat.scale_device(scaler) == torch.device("cpu")
+
+
+def test_compiled_modules_are_found_with_all_that_is_inside_of_them() -> None:
+    inner = [nn.Linear(2, 2) for _ in range(3)]
+    root = nn.ModuleList(nn.Sequential(each) for each in inner)
+    root[0] = cast(nn.Module, torch.compile(root[0], backend="eager"))
+    root[1].compile(backend="eager")
+    found = compat.compiled_in(root)
+    assert {id(each) for each in inner if each in found} == {id(inner[0]), id(inner[1])}
+    assert root[0] in found
+    assert root[1] in found
+    assert root[2] not in found

@@ -35,6 +35,7 @@ class Model:
         device: of the layers.
         window: how many layers there is room for.
         layer: makes a layer.
+        width: of the layers.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class Model:
         device: torch.device = CPU,
         window: float = 2,
         layer: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH),
+        width: int = WIDTH,
     ) -> None:
         torch.manual_seed(1)
+        self.width = width
+        self.layer_bytes = 4 * (width * width + width)
         self.device = device
         self.layers: list[Any] = [layer().to(device) for _ in range(NUM_LAYERS)]
         self.parameters = [p for one in self.layers for p in one.parameters()]
@@ -52,7 +56,9 @@ class Model:
         pool = BufferPool(CPU, float("inf"), None if device == CPU else device)
         self.pool, copier = pool, copier_of(device)
         self.weights = WaitingWeights(pool, copier)
-        self.states = OptimizerStates(pool, copier, device, lambda: 6 * LAYER_BYTES, self.weights)
+        self.states = OptimizerStates(
+            pool, copier, device, lambda: 6 * self.layer_bytes, self.weights
+        )
         self.own = {n: list(one.parameters()) for n, one in enumerate(self.layers)}
         self.window = window
         self.gates = [Gate(f"{n}", one, n, CurrentPass()) for n, one in enumerate(self.layers)]
@@ -64,14 +70,14 @@ class Model:
         self.inputs = torch.Generator().manual_seed(2)
 
     def follow(self, moved: Any) -> None:
-        self.weights.follow(self.own, list(moved), self.window * LAYER_BYTES)
-        expected = dict.fromkeys(self.own, 2 * LAYER_BYTES)
+        self.weights.follow(self.own, list(moved), self.window * self.layer_bytes)
+        expected = dict.fromkeys(self.own, 2 * self.layer_bytes)
         self.states.follow([self.optimizer], self.own, list(moved), expected)
         for gate in self.gates:
             gate.weights = self.weights
 
     def forward(self, checkpointed: bool = False) -> Tensor:
-        x = torch.randn(3, WIDTH, generator=self.inputs).to(self.device)
+        x = torch.randn(3, self.width, generator=self.inputs).to(self.device)
         if checkpointed:
             for begin in (0, 3):
                 part = nn.Sequential(*self.layers[begin : begin + 3])
@@ -199,6 +205,56 @@ def test_a_layer_that_writes_to_its_weights_when_it_runs_keeps_the_change_or_is_
     model = Model(range(NUM_LAYERS), layer=lambda: Writes(True))
     with pytest.raises(LayerError, match=r"layer '.' was written to .* through its `data`"):
         model.step(1)
+
+
+def test_a_write_to_data_long_after_the_first_steps_is_noticed_at_once() -> None:
+    """A few kilobytes are enough, wherever they are: a part of each weight is always compared."""
+    for begin in range(0, 4 * 96 * 96 - 2048, 4096):
+        model = Model(range(NUM_LAYERS), layer=lambda: nn.Linear(96, 96), width=96)
+        for _ in range(3):
+            model.step(1)
+        layer = model.layers[2]
+
+        def write(one: Any, _: Any, begin: int = begin) -> None:
+            one.weight.data.view(-1)[begin // 4 : begin // 4 + 512] += 1
+
+        layer.register_forward_pre_hook(write)
+        with pytest.raises(LayerError, match=r"layer '2' was written to .* through its `data`"):
+            model.step(1)
+
+
+def test_an_alias_that_outlives_its_step_has_true_values_or_is_an_error() -> None:
+    plain, model = Model(), Model(range(NUM_LAYERS))
+    aliases: dict[Model, list[Tensor]] = {plain: [], model: []}
+    for each in (plain, model):
+        hook = each.layers[1].register_forward_hook(
+            lambda layer, _, __, each=each: aliases[each].append(layer.weight.detach())
+        )
+        for _ in range(2):
+            each.step()
+        hook.remove()
+    assert model.is_like(plain)
+    for _ in range(2):
+        assert all(map(torch.equal, aliases[model], aliases[plain]))
+        for each in (plain, model):
+            each.step()
+    assert model.is_like(plain)
+    kept = _weights(model)[2].device.untyped_storage()
+    assert kept.nbytes() == 4 * WIDTH * WIDTH, "it is read at any time"
+    # Neither of the two knows that the other was written to.
+    with torch.no_grad():
+        aliases[model][0].mul_(2)
+    with pytest.raises(LayerError, match=r"an alias of it .* have different values.*clone"):
+        model.step()
+    model, alias = Model(range(NUM_LAYERS)), []
+    hook = model.layers[1].register_forward_hook(
+        lambda layer, _, __: alias.append(layer.weight.data)
+    )
+    model.step()
+    hook.remove()
+    alias.clear()
+    model.step()
+    assert not any(weight.device.untyped_storage().nbytes() for weight in _weights(model))
 
 
 def test_a_plan_may_change_and_memory_that_others_use_stays() -> None:
