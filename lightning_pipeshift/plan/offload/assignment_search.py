@@ -297,7 +297,8 @@ class Search:
         if not candidates:
             return now
         best = min(candidates, key=known.__getitem__)
-        limit = max(_LIKE_SECONDS * known[best], sorted(known.values())[:2][-1], free)
+        second = sorted(filter(math.isfinite, known.values()))[:2][-1]
+        limit = max(_LIKE_SECONDS * known[best], second, free)
         groups, count = candidates[best], 1
         now = self._with(now, groups[0], best)
         while count < len(groups) and stage in self._short_stages(now):
