@@ -7,6 +7,7 @@ give the same result in every rank is done once, before the fork. Ranks of `laun
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib.metadata
@@ -24,7 +25,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.runtime.planning import probe
 from lightning_pipeshift.testing.ranks import _rank_variables
 from lightning_pipeshift.testing.training import QUIET
-from lightning_pipeshift.testing.workers import free_port
+from lightning_pipeshift.testing.workers import STACK_SIGNAL, free_port
 from tests.models import ZOO
 
 
@@ -65,6 +66,9 @@ def _train_alone() -> None:
             trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader())
             strategy._connection.close()
     finally:
+        # Lightning has put the handler back without faulthandler's knowledge, which would then not
+        # install it again in a rank.
+        faulthandler.unregister(STACK_SIGNAL)
         os.environ.clear()
         os.environ.update(environment)
         logging.disable(logging.NOTSET)
