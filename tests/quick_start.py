@@ -7,17 +7,26 @@ give the same result in every rank is done once, before the fork. Ranks of `laun
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import importlib.metadata
+import logging
+import os
+import random
+import warnings
 
 import lightning.fabric.utilities.registry
+import lightning.pytorch as L
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-from lightning_pipeshift.plan.document import plan as document
+from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.runtime.planning import probe
-from tests.unit.model.following import Model, follow, linears
+from lightning_pipeshift.testing.ranks import _rank_variables
+from lightning_pipeshift.testing.training import QUIET
+from lightning_pipeshift.testing.workers import STACK_SIGNAL, free_port
+from tests.models import ZOO
 
 
 def _measure_briefly() -> None:
@@ -33,25 +42,47 @@ def _list_packages_once() -> None:
     vars(lightning.fabric.utilities.registry).update(entry_points=once)
 
 
-def _warm_up() -> None:
-    """Fills the caches of torch and pydantic that a rank's first step would fill.
+def _train_alone() -> None:
+    """Fills the caches that a rank's first training fills: those of torch, pydantic and Python.
 
-    Without a backward and without a process group: they may start threads, which do not survive a
-    fork.
+    All threads that this starts end again, since none survives a fork. Where there is a GPU, the
+    backward would start some that stay.
     """
-    document._DOCUMENT._adapter  # noqa: B018
-    with torch.random.fork_rng():
-        model = Model(
-            lambda model, x: F.cross_entropy(model.b(model.a(x).tanh()), x.argmax(1)),
-            **linears("a b"),
-        )
-        follow(model, torch.randn(2, 4))
+    if torch.cuda.is_available():
+        return
+    environment = dict(os.environ)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    logging.disable(logging.CRITICAL)
+    os.environ.update(_rank_variables(0, 1, free_port()))
+    torch.set_num_threads(1)
+    try:
+        # Python forgets at the end which warnings it has shown.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            strategy = PipeShiftStrategy(microbatches=2)
+            trainer = L.Trainer(
+                **QUIET, accelerator="cpu", devices=1, max_steps=2, strategy=strategy
+            )
+            trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader())
+            strategy._connection.close()
+    finally:
+        # Lightning has put the handler back without faulthandler's knowledge, which would then not
+        # install it again in a rank.
+        faulthandler.unregister(STACK_SIGNAL)
+        os.environ.clear()
+        os.environ.update(environment)
+        logging.disable(logging.NOTSET)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 _measure_briefly()
 _list_packages_once()
-_warm_up()
+_train_alone()
 # The garbage collector of a rank leaves alone what the server has imported: going through it takes
 # time, and writes to (so copies) most of the memory that ranks share with the server.
 gc.collect()
 gc.freeze()
+if (left := os.listdir("/proc/self/task"))[1:]:
+    raise RuntimeError(f"{len(left) - 1} threads of a run have stayed, so no rank can be forked")

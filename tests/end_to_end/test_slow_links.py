@@ -108,7 +108,7 @@ def test_layers_move_when_the_link_slows_down_and_back_when_it_recovers() -> Non
     assert counts[24] == (8, 0), "nothing but the result crosses the link"
     assert counts[-1] == (6, 2), "both have work again, and the waist crosses the link"
     line, back = (line for line in ranks[0]["heard"] if "change their owners" in line)
-    assert "The link between ranks 0 and 1 carries 20.0 kB/s now, 838.9 GB/s before" in line
+    assert "The link between ranks 0 and 1 carries 20.0 kB/s now, 13.1 GB/s before" in line
     assert "[8, 0] becomes [6, 2]" in back
     steady = run_ranks(train, 2, 100, 100)
     assert set(steady[0]["counts"]) == {(4, 4)}
