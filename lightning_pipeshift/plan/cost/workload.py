@@ -6,7 +6,7 @@ stage and layer. All solvers take it as their input, so that they can be compare
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -251,28 +251,41 @@ class Workload:
     def _backward_ends(self) -> LongNumbers:
         return running_sums(self.backward)
 
+    @cached_property
+    def kept_bytes(self) -> Numbers:
+        """(S, L): held for layer l by stage s, if it is not recomputed."""
+        held: Numbers = self.fixed_bytes + np.array(self.in_flight)[:, None] * self.saved_bytes
+        return held
+
+    @cached_property
+    def freed_bytes(self) -> Numbers:
+        """(S, L): by how much recomputing layer l lowers the peak of stage s; negative if it raises
+        it.
+
+        A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
+        for the one whose backward is next.
+        """
+        in_flight = np.array(self.in_flight)[:, None]
+        freed = (in_flight - 1) * self.saved_bytes - in_flight * self.input_bytes
+        recomputes = np.array([[s in self.recomputing] for s in range(self.num_stages)])
+        possible: Numbers = (freed + self.outside_bytes) * recomputes
+        return possible
+
     def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
         """The peak memory of each stage: that of its layers, the activations in flight, and
         messages.
 
-        A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
-        for the one whose backward is next. This is what
-        :class:`~lightning_pipeshift.plan.cost.memory_model.Footprints` finds in the timeline, if
-        no tensor is swapped, all optimizer state is on the device, and every stage that recomputes
-        does so in actions of its own.
+        This is what :class:`~lightning_pipeshift.plan.cost.memory_model.Footprints` finds in the
+        timeline, if no tensor is swapped, all optimizer state is on the device, and every stage
+        that recomputes does so in actions of its own.
         """
-        peaks = []
-        for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
-            held = self.message_bytes[s, layers.start, layers.stop]
-            for layer in layers:
-                held += self.fixed_bytes[s, layer]
-                if layer in cut.recompute and s in self.recomputing:
-                    held += num * self.input_bytes[layer] + self.saved_bytes[layer]
-                    held -= self.outside_bytes[layer]
-                else:
-                    held += num * self.saved_bytes[layer]
-            peaks.append(float(held))
-        return tuple(peaks)
+        held = self.kept_bytes.copy()
+        again = sorted(cut.recompute)
+        held[:, again] -= self.freed_bytes[:, again]
+        return tuple(
+            float(self.message_bytes[s, begin, end] + held[s, begin:end].sum())
+            for s, (begin, end) in enumerate(pairwise(cut.bounds))
+        )
 
     @cached_property
     def message_bytes(self) -> Numbers:
@@ -372,13 +385,6 @@ class Workload:
 
     def _ranges(self, cut: Cut) -> list[range]:
         return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
-
-    def without_state(self, layers: Collection[int]) -> Workload:
-        """The same layers, some of them without optimizer state."""
-        state = self.optimizer_bytes.copy()
-        state[sorted(layers)] = 0.0
-        static = self.static_bytes - self.optimizer_bytes + state
-        return replace(self, static_bytes=static, optimizer_bytes=state)
 
     def with_saved(self, part: float) -> Workload:
         """The same layers, as if they saved only a part of their tensors."""

@@ -51,7 +51,6 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
-from lightning_pipeshift.plan.partition.recomputation import bytes_freed
 
 # The weight of a second of recomputation in the objective, in seconds of a step.
 _NEXT_TO_NOTHING = 1e-7
@@ -101,7 +100,7 @@ def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
 
     Returns ``None`` if nothing fits, or nothing was found in time.
     """
-    freed = bytes_freed(workload)
+    freed = np.maximum(workload.freed_bytes, 0.0)
     again = np.nonzero(freed)
     names = _Names.of(workload, again)
     objective, constraints = _formulated(workload, freed, again, names)
@@ -146,7 +145,7 @@ def _formulated(
     recomputed = z.times(_per_stage(workload.forward / unit, again))
     payloads = c.times(_per_stage(workload.payload_seconds / unit))
     gradients = c.times(_per_stage(workload.gradient_seconds / unit))
-    held = workload.fixed_bytes + np.array(workload.in_flight)[:, None] * workload.saved_bytes
+    held = workload.kept_bytes
     # Messages: a row for what the stage before each link holds, and one for the stage after it.
     sends = c.times(_per_stage(workload.message_bytes[:-1, 0]))
     receives = c.times(_per_stage(np.tile(workload.message_bytes[0, :, 0], (num_stages - 1, 1))))

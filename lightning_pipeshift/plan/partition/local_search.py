@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations
 from typing import Final
 
 import numpy as np
@@ -215,20 +215,7 @@ class _Search:
                 [-count for count in counts],
             )
 
-        return self._with_fewer_recomputed(self._cuts[min(fastest, key=preference)], least)
-
-    def _with_fewer_recomputed(self, cut: Cut, most_seconds: float) -> Cut:
-        """Recomputes fewer layers with a longer total time, if the stage would be idle
-        otherwise.
-        """
-        for s, (begin, end) in enumerate(pairwise(cut.bounds)):
-            own = frozenset(range(begin, end))
-            fewest = self._recomputation.fewest(s, begin, end)
-            if fewest is not None and len(fewest) < len(own & cut.recompute):
-                other = Cut(cut.counts, (cut.recompute - own) | frozenset(fewest))
-                if self._workload.step_seconds([other])[0] <= most_seconds:
-                    cut = other
-        return cut
+        return self._cuts[min(fastest, key=preference)]
 
     def _order(self, counts: Counts) -> tuple[float, Counts]:
         return self._seconds[counts], counts

@@ -28,18 +28,6 @@ from lightning_pipeshift.plan.cost.workload import (
 _LONGEST_FRONT = 512
 
 
-def bytes_freed(workload: Workload) -> Numbers:
-    """(S, L): the bytes by which recomputing layer l lowers the peak of stage s.
-
-    Zero if that frees nothing; see :meth:`Workload.memory_bytes`."""
-    in_flight = np.array(workload.in_flight)[:, None]
-    freed = (in_flight - 1) * workload.saved_bytes - in_flight * workload.input_bytes
-    freed = freed + workload.outside_bytes
-    recomputes = np.array([s in workload.recomputing for s in range(workload.num_stages)])
-    possible: Numbers = np.maximum(freed, 0.0) * recomputes[:, None]
-    return possible
-
-
 def bytes_held(workload: Workload, recompute: str) -> Numbers:
     """(S, L + 1, L + 1): the least bytes that stage s holds with the layers from b to e, at ``[s,
     b, e]``.
@@ -49,15 +37,10 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
         recompute: ``"none"``, ``"full"`` (all layers, where that can free memory) or ``"auto"``
             (any layers).
     """
-    in_flight = np.array(workload.in_flight)[:, None]
-    held = workload.fixed_bytes + in_flight * workload.saved_bytes
-    if recompute == "auto":
-        held = held - bytes_freed(workload)
-    elif recompute == "full":
-        again = sorted(workload.recomputing)
-        inputs = in_flight[again] * workload.input_bytes
-        own = workload.saved_bytes - workload.outside_bytes
-        held[again] = workload.fixed_bytes[again] + own + inputs
+    held = workload.kept_bytes
+    if recompute != "none":
+        least = -np.inf if recompute == "full" else 0.0
+        held = held - np.maximum(workload.freed_bytes, least)
     return sums_of_ranges(held) + workload.message_bytes
 
 
@@ -81,7 +64,7 @@ class Recomputation:
     ) -> None:
         self._workload = workload
         self._recompute = recompute
-        self._freed = bytes_freed(workload)
+        self._freed = np.maximum(workload.freed_bytes, 0.0)
         usable = workload.usable_bytes[:, None, None]
         fits = bytes_held(workload, recompute) <= usable
         self.seconds: Numbers = np.where(fits, 0.0, math.inf)
@@ -143,30 +126,16 @@ class Recomputation:
         ends = counts.cumsum(axis=1)
         return np.arange(counts.shape[1]), ends - counts, ends
 
-    def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...] | None:
-        """The layers that a stage recomputes for a range if they are as few as possible; ``None``
-        if there is no choice.
-        """
-        if self._recompute != "auto" or self._lacking[stage, begin, end] == 0:
-            return None
-        seconds = self._workload.forward[stage, begin:end]
-        # The weight of all seconds together is less than that of one layer.
-        return self._cover(stage, begin, end, 1.0 + seconds / (1.0 + 2.0 * seconds.sum()))
-
     def _settle(self, where: tuple[int, int, int]) -> bool:
         if where in self._chosen:
             return False
         stage, begin, end = where
         before = self.seconds[where]
         seconds = self._workload.forward[stage, begin:end]
-        layers = self._chosen[where] = self._cover(stage, begin, end, seconds)
-        self.seconds[where] = seconds[[layer - begin for layer in layers]].sum()
+        chosen = lightest_cover(self._freed[stage, begin:end], seconds, self._lacking[where])
+        self._chosen[where] = tuple(begin + index for index in chosen)
+        self.seconds[where] = seconds[chosen].sum()
         return bool(self.seconds[where] > before)
-
-    def _cover(self, stage: int, begin: int, end: int, weights: Numbers) -> tuple[int, ...]:
-        freed = self._freed[stage, begin:end]
-        chosen = lightest_cover(freed, weights, self._lacking[stage, begin, end])
-        return tuple(begin + index for index in chosen)
 
     def _bound(self, stage: int) -> None:
         """A lower bound for all ranges of a stage: the layers that free most for their time, and

@@ -82,13 +82,6 @@ def test_recomputation_goes_where_the_stage_waits_anyway():
     assert free.step_seconds([cut]) == pytest.approx(without.step_seconds([best_cut(without)]))
 
 
-def test_no_more_is_recomputed_than_need_be():
-    """Where it costs nothing, one layer instead of two, though it takes longer than they do."""
-    given = workload([3, 1, 1, 12], saved=[12, 6, 6, 0], room=[36, 99], microbatches=2)
-    cut = best_cut(replace(given, allowed=frozenset({3})))
-    assert cut == Cut((3, 1), frozenset({0}))
-
-
 def test_the_cut_in_force_stays_where_none_is_faster():
     given = workload([0, 0, 0, 0], [1, 1])
     assert best_cut(given).counts == (2, 2)

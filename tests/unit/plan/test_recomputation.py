@@ -7,7 +7,6 @@ import pytest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.recomputation import (
     Recomputation,
-    bytes_freed,
     bytes_held,
     lightest_cover,
 )
@@ -69,7 +68,7 @@ def test_what_a_stage_holds():
     for seed in range(60):
         given = random_workload(seed)
         none, full = (bytes_held(given, word) for word in ("none", "full"))
-        freed = bytes_freed(given)
+        freed = np.maximum(given.freed_bytes, 0.0)
         for cut in all_cuts(given, "none"):
             everything = given.everything_recomputed(cut.counts)
             some = Cut(cut.counts, frozenset(list(everything.recompute)[::2]))
@@ -114,13 +113,3 @@ def test_the_seconds_are_a_lower_bound_until_they_are_settled():
         recomputation.settle(cuts)
         assert (recomputation.seconds >= before * (1 - 1e-12)).all()
         assert not recomputation.settle(cuts)
-
-
-def test_fewest():
-    # Of one layer half as much is freed as of the other two together, at the same price.
-    given = workload([3, 1, 1], [1, 1], saved=[12, 6, 6], room=[36, 99], microbatches=2)
-    recomputation = Recomputation(given, "auto")
-    assert recomputation.cuts([(3, 0)]) == [Cut((3, 0), frozenset({1, 2}))]
-    assert recomputation.fewest(0, 0, 3) == (0,)
-    assert recomputation.fewest(0, 0, 1) is None
-    assert Recomputation(given, "full").fewest(0, 0, 3) is None
