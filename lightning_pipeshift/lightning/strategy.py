@@ -115,9 +115,8 @@ class PipeShiftStrategy(ParallelStrategy):
             number for each: ``[3, 1]``. By default equally. A global batch has the DataLoader's
             batch size times the number of virtual machines.
         recompute: which layers drop the tensors saved for their backward, and are recomputed before
-            it: ``"auto"``, as few as the memory of the devices requires; ``"full"``, all for which
-            it frees memory; ``"none"``. It changes no bit of the results. With a ``partition`` of
-            your own, ``"auto"`` means ``"none"``.
+            it: ``"auto"``, as few as the memory of the devices requires; ``"full"``, all on stages
+            that hold several microbatches; ``"none"``. It changes no bit of the results.
         profile_steps: after how many measured steps the layers are distributed again, if
             ``partition`` is ``"auto"``; 0: never.
         gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring

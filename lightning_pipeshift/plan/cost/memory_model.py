@@ -198,7 +198,7 @@ class Footprints:
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
                 loads[-1] = replace(loads[-1], sent_bytes=round(workload.payload_bytes[end]))
                 if (cut, stage) not in self._moments:
-                    self._moments[cut, stage] = moments_of(timeline.rows[stage], loads)
+                    self._moments[cut, stage] = moments_of(timeline.computed[stage], loads)
                 self._effects[key] = effects(stage, self._moments[cut, stage], loads, self._links)
             found.append(self._effects[key])
         static = [
@@ -229,7 +229,7 @@ class Footprints:
             traces_[stage] = replace(traces_[stage], host_bytes=on_host)
             # In an update the memory of weights in the forward and backward is free.
             updates.append(max(0.0, float(sizes.max(initial=0.0)) - window))
-            ended = timeline.rows[stage][-1].end if timeline.rows[stage] else 0.0
+            ended = timeline.computed[stage][-1][2] if timeline.computed[stage] else 0.0
             end = max(end, ended + self._exposed_seconds(stage, sizes))
         late = max(0.0, end - timeline.end_seconds) / self._num_accumulated
         return replace(

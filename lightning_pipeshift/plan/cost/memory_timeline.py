@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.simulator import Span
+from lightning_pipeshift.plan.cost.simulator import Timed
 from lightning_pipeshift.plan.schedule.actions import Kind
 
 Numbers = NDArray[np.float64]
@@ -206,12 +206,12 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     begun, made, used, freed, rerun = moments
     here, host = _Sum(), _Sum()
 
-    def sizes(name: str) -> Numbers:
-        return np.array([getattr(load, name) for load in loads], dtype=np.float64)
-
-    again = sizes("again_bytes")
-    here.add(begun, freed, sizes("kept_bytes") + sizes("input_bytes") * (again > 0))
-    here.add(made, used, sizes("sent_bytes"))
+    table = [
+        (load.kept_bytes, load.again_bytes, load.input_bytes, load.sent_bytes) for load in loads
+    ]
+    kept, again, inputs, sent = np.array(table, dtype=np.float64).T
+    here.add(begun, freed, kept + inputs * (again > 0))
+    here.add(made, used, sent)
     here.add(begun, made, again)
     here.add(rerun, freed, again)
     # What a recomputation uses has to be present when it starts.
@@ -224,9 +224,9 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     late = 0.0
     lent: dict[int, Changes] = {}
     for to, members in transfers.items():
-        moving = np.array([size for size, _ in members])
-        owners = [index for _, index in members]
-        seconds = np.array([links.seconds(stage, to, size) for size, _ in members])
+        moving, owners = np.array([size for size, _ in members]), [index for _, index in members]
+        known = {size: links.seconds(stage, to, size) for size in dict.fromkeys(moving.tolist())}
+        seconds = np.array([known[size] for size in moving.tolist()])
         out_end = _first_come_first_served(made[owners], seconds)
         # The fetches are the same in reversed time: as late as possible.
         back_begin = -_first_come_first_served(-used[owners], seconds)
@@ -292,22 +292,25 @@ class _Sum:
         return np.concatenate(moments), np.concatenate(sizes)
 
 
-def moments_of(row: Sequence[Span], loads: Sequence[LayerLoad]) -> Moments:
+def moments_of(row: Sequence[Timed], loads: Sequence[LayerLoad]) -> Moments:
     """The times at which each layer's saved tensors are allocated and freed.
 
     Args:
         row: the stage's compute actions.
         loads: its layers, in call order.
     """
-    backwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.BACKWARD}
-    again = {s.action.microbatch: s.start for s in row if s.action.kind is Kind.RECOMPUTE}
-    forwards = [
-        s for s in row if s.action.kind is Kind.FORWARD and s.action.microbatch in backwards
-    ]
-    pairs = [(s, backwards[s.action.microbatch]) for s in forwards]
-    moments = np.array([(f.start, f.end, b.start, b.end) for f, b in pairs], dtype=np.float64)
+    times: dict[Kind, dict[int, tuple[float, float]]] = {kind: {} for kind in Kind}
+    for action, start, end in row:
+        times[action.kind][action.microbatch] = start, end
+    backwards, again = times[Kind.BACKWARD], times[Kind.RECOMPUTE]
+    forwards = {
+        microbatch: span
+        for microbatch, span in times[Kind.FORWARD].items()
+        if microbatch in backwards
+    }
+    moments = np.array([(*forwards[n], *backwards[n]) for n in forwards], dtype=np.float64)
     start, end, back_start, back_end = moments.reshape(-1, 4).T
-    rerun = np.array([again.get(s.action.microbatch, math.inf) for s in forwards])
+    rerun = np.array([again.get(n, (math.inf,))[0] for n in forwards])
     forward_ends = np.array(_ends([load.forward_seconds for load in loads]))
     backward_ends = np.array(_ends([load.backward_seconds for load in reversed(loads)])[::-1])
     length, back_length = end - start, back_end - back_start

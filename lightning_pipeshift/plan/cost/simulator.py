@@ -90,15 +90,19 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+Timed = tuple[Action, float, float]
+"""The fields of a :class:`Span`: a planner looks at too many to make an object of each."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """The times of a step's actions, or of an asynchronous pipeline from filling to draining. All
     tuples are per stage.
     """
 
-    rows: tuple[tuple[Span, ...], ...]
+    computed: tuple[tuple[Timed, ...], ...]
     """Compute actions, in order."""
-    transfers: tuple[tuple[Span, ...], ...]
+    sent: tuple[tuple[Timed, ...], ...]
     """The stage's sends, in order: from the start of the transfer until the neighbour has the
     data.
     """
@@ -113,22 +117,24 @@ class Timeline:
     so whose activations are held; counted for each chunk. Zero if there are no backwards: nothing
     is held."""
 
+    @cached_property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """The compute actions."""
+        return tuple(tuple(Span(*timed) for timed in row) for row in self.computed)
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Span, ...], ...]:
+        """The sends."""
+        return tuple(tuple(Span(*timed) for timed in row) for row in self.sent)
+
     @property
     def is_one_step(self) -> bool:
         """Whether it is a step, and not many minibatches of an asynchronous pipeline."""
         return self.end_seconds == self.step_seconds
 
 
-class Instant(NamedTuple):
-    """An action on a stage, and when it starts and ends: numbers, or vectors of them."""
-
-    stage: int
-    action: Action
-    start: Any
-    end: Any
-    seconds: Any
-    """Its cost."""
-
+Instant = tuple[int, Action, Any, Any, Any]
+"""An action's stage, the action, when it starts and ends, and its cost: numbers, or vectors."""
 
 Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
 """The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
@@ -272,7 +278,7 @@ class Clock:
                 start = later(free[stage], link_free[link]) if link in link_free else free[stage]
                 end = start + seconds
                 link_free[link] = arrived[arrival] = end
-            instants.append(Instant(stage, action, start, end, seconds))
+            instants.append((stage, action, start, end, seconds))
         return instants
 
     def step_seconds(self, costs: Costing) -> Any:
@@ -330,24 +336,24 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
             f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
             " they must agree"
         )
-    rows: list[list[Span]] = [[] for _ in range(route.num_stages)]
-    transfers: list[list[Span]] = [[] for _ in range(route.num_stages)]
+    computed: list[list[Timed]] = [[] for _ in range(route.num_stages)]
+    sent: list[list[Timed]] = [[] for _ in range(route.num_stages)]
     # Not the spans' differences: the sum of the given costs is exact if they are.
     busy = [0.0] * route.num_stages
     for stage, action, start, end, seconds in timed.run(columns(costs), max):
         if action.kind.is_compute:
-            rows[stage].append(Span(action, start, end))
+            computed[stage].append((action, start, end))
             busy[stage] += seconds
         else:
-            transfers[stage].append(Span(action, start, end))
-    step_seconds = end_seconds = max(row[-1].end if row else 0.0 for row in rows)
+            sent[stage].append((action, start, end))
+    step_seconds = end_seconds = max(row[-1][2] if row else 0.0 for row in computed)
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
-        num_minibatches = sum(span.action.kind is Kind.FORWARD for span in rows[0])
+        num_minibatches = sum(action.kind is Kind.FORWARD for action, _, _ in computed[0])
         busy = [seconds / num_minibatches for seconds in busy]
     return Timeline(
-        rows=tuple(map(tuple, rows)),
-        transfers=tuple(map(tuple, transfers)),
+        computed=tuple(map(tuple, computed)),
+        sent=tuple(map(tuple, sent)),
         end_seconds=end_seconds,
         step_seconds=step_seconds,
         # Rounding can make the idle time of a fully busy stage slightly negative.
