@@ -209,7 +209,7 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     table = [
         (load.kept_bytes, load.again_bytes, load.input_bytes, load.sent_bytes) for load in loads
     ]
-    kept, again, inputs, sent = np.array(table, dtype=np.float64).T
+    kept, again, inputs, sent = np.array(table, dtype=np.float64).reshape(-1, 4).T
     here.add(begun, freed, kept + inputs * (again > 0))
     here.add(made, used, sent)
     here.add(begun, made, again)
