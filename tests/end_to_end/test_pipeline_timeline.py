@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,13 @@ class HoldsRing(L.Callback):
         self._step, self._next = -1, threading.Event()
 
     def setup(self, *_: Any, **__: Any) -> None:
+        # One of each step: when it is carried out, the next step may have begun.
+        steps: Counter[int] = Counter()
+
         def go_round(rings: Rings, number: int, *given: Any) -> None:
-            if number // MOST_PIECES // MOST_TYPES == 0 and self._step == LATE:
+            if number // MOST_PIECES // MOST_TYPES == 0 and steps[number] == LATE:
                 self._next.wait()
+            steps[number] += 1
             _GO_ROUND(rings, number, *given)
 
         Rings._go_round = go_round  # type: ignore[assignment,method-assign]

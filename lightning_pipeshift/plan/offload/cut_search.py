@@ -229,6 +229,8 @@ def _climbed(
                 best, found = (excess, made.seconds), made
         if best == before or not allowed or found is None:
             break
-        cuts = neighbours(replace(workload, allowed=allowed), found.cut.counts)
+        between = replace(workload, allowed=allowed)
+        near = neighbours(between, found.cut.counts)
+        cuts = [counts for counts in near if between.is_allowed(Cut(counts))]
     assert found is not None
     return None if best[0] else found, unfit or found
