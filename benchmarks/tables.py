@@ -43,7 +43,6 @@ OLD: dict[str, str] = {
             "migration",
             "moves",
             "network_orders",
-            "planner",
             "simulator",
             "skip_cost",
             "sleeping_stages",
