@@ -92,7 +92,7 @@ RUNS = (
     Run("checkpoints", "checkpoints --depth 32 --num-rounds 3", CHECKPOINTS),
     Run("unequal_devices", "unequal_devices --num-rounds 4", (*PLANNING, *STEP)),
     Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
-    Run("planner", "planner", PLANNING),
+    Run("planner", "planner --num-cases 300 --num-large 50", PLANNING),
     Run("planner_memory", "planner_memory", PLANNING),
     Run("waiting_weights", "waiting_weights --num-rounds 2", STEP),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),

@@ -1,4 +1,4 @@
-"""What the user's policy says about the saved tensors of a cut."""
+"""The choices of the user's policy for the saved tensors of a cut."""
 
 from __future__ import annotations
 
