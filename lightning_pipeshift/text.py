@@ -51,6 +51,17 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     ]
 
 
+def count_text(number: int, one: str, many: str = "") -> str:
+    """A number of things: ``"1 layer"``, ``"2 layers"``.
+
+    Args:
+        number: of them.
+        one: the noun for one.
+        many: the noun for several, if that is not ``one`` with an s.
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def layers_text(names: Sequence[str]) -> str:
     """A short text for some consecutive layers."""
     if len(names) < 3:

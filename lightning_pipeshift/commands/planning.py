@@ -48,7 +48,7 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.integer_programming import MOST_PLACES
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
-from lightning_pipeshift.text import bytes_text
+from lightning_pipeshift.text import bytes_text, count_text
 
 _ENOUGH_STEPS: Final = 100_000
 _SHOWN_EVERY: Final = 5
@@ -127,7 +127,7 @@ def _why(best: Arrangement) -> str:
     shown = [one for one in fits if one.num_stages == depth]
     shown += [one for one in fits if one.num_stages != depth][: _MOST_SHOWN - len(shown)]
     parts = [
-        f"{_stages(one.num_stages)}{' (chosen)' if one.num_stages == depth else ''}"
+        f"{count_text(one.num_stages, 'stage')}{' (chosen)' if one.num_stages == depth else ''}"
         f" {one.samples_per_second:.4g}, {one.limit}"
         for one in shown
     ]
@@ -136,10 +136,6 @@ def _why(best: Arrangement) -> str:
         parts.append(f"{counts} stage{'s' if counts != '1' else ''}: does not fit in memory")
     text = "samples per second by the pipelines' depth, before tensors are swapped: "
     return textwrap.fill(text + "; ".join(parts), 100)
-
-
-def _stages(number: int) -> str:
-    return "1 stage" if number == 1 else f"{number} stages"
 
 
 def _peak(arrangement: Arrangement) -> str:

@@ -21,6 +21,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,4 +177,4 @@ def _message(
 
 
 def _machines(count: int) -> str:
-    return f"{count} virtual machine{'s' if count != 1 else ''}"
+    return count_text(count, "virtual machine")

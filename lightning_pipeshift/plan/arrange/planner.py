@@ -138,14 +138,14 @@ class _Planner:
         errors: list[PlanError | BudgetError] = []
         for assumed in self._assumptions():
             found = []
-            for profile, start in self._starts(assumed, errors):
-                if self._request.policy is None and profile is self._profile:
+            for placer, start in self._starts(assumed, errors):
+                if self._request.policy is None and placer is self._placer:
                     # It was found with the rings, and with the memory that there is.
                     found.append(start)
                 if self._request.solver == "milp":
                     continue
                 try:
-                    found.append(self._mapped(profile, start))
+                    found.append(self._mapped(placer, start))
                 except BudgetError as error:
                     errors.append(error)
             if found:
@@ -173,9 +173,10 @@ class _Planner:
         """
         profile = self._profile
         if self._request.policy is None:
-            # Nothing moves; but in its backward a stage may recompute layer by layer.
             yield [profile]
-            yield [_with_saved(profile, 0.0)]
+            # Nothing moves; but in its backward a stage may recompute layer by layer.
+            if self._request.solver == "search":
+                yield [_with_saved(profile, 0.0)]
             return
         yield [_with_saved(profile, part) for part in PARTS]
         if self._request.schedule in ASYNCHRONOUS:
@@ -197,13 +198,15 @@ class _Planner:
 
     def _starts(
         self, assumed: Sequence[Profile], errors: list[PlanError | BudgetError]
-    ) -> Iterator[tuple[Profile, Arrangement]]:
-        """Arrangements, each with the profile for which it is the best; where nothing fits, adds
-        the error to ``errors``.
+    ) -> Iterator[tuple[Evaluator, Arrangement]]:
+        """Arrangements, each with the evaluator of the profile for which it is the best; where
+        nothing fits, adds the error to ``errors``.
         """
         seen = set()
         for profile in assumed:
-            placer = Evaluator(profile, self._cluster, self._request)
+            placer = self._placer
+            if profile is not self._profile:
+                placer = Evaluator(profile, self._cluster, self._request)
             try:
                 start = GroupingSearch(placer).best()
             except PlanError as error:
@@ -213,14 +216,14 @@ class _Planner:
             key = start.ranks, cuts, start.microbatches, start.batch_shares
             if key not in seen:
                 seen.add(key)
-                yield profile, start
+                yield placer, start
 
     def _placed(self, start: Arrangement, ranks: Sequence[Order]) -> Candidate:
         return self._placer.placed(ranks, start.microbatches, start.batch_shares)
 
     # --- one virtual machine ---
 
-    def _mapped(self, profile: Profile, start: Arrangement) -> Arrangement:
+    def _mapped(self, placer: Evaluator, start: Arrangement) -> Arrangement:
         """A start's virtual machines, each in the best order of its stages."""
         placed = self._placed(start, start.ranks)
         orders, found = [], []
@@ -231,7 +234,7 @@ class _Planner:
             alike = _pattern([self._alike[rank] for rank in ranks])
             key = problem.workload, problem.links.key, problem.limits, alike
             if key not in self._known:
-                order, made = self._best_order(profile, start, placed, vm)
+                order, made = self._best_order(placer, start, placed, vm)
                 self._known[key] = tuple(map(ranks.index, order)), made
             places, made = self._known[key]
             orders.append(tuple(ranks[place] for place in places))
@@ -240,11 +243,11 @@ class _Planner:
         return self._arrangement(start, orders, found)
 
     def _best_order(
-        self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
+        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int
     ) -> tuple[Order, Compressed]:
         """The best order that is found, and the handling of saved tensors in it."""
         given = start.ranks[vm]
-        options = sorted(self._options(profile, start, placed, vm), key=lambda one: one.promise)
+        options = sorted(self._options(placer, start, placed, vm), key=lambda one: one.promise)
         # The best order for the step alone comes first: it may need no swaps.
         own = [option for option in options if option.order == given]
         others = [option for option in options if option.order != given]
@@ -280,10 +283,10 @@ class _Planner:
         return cuts_to_try(self._profile, len(option.order))
 
     def _options(
-        self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
+        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int
     ) -> list[_Option]:
         """Orders of the stages, and cuts for each."""
-        placer = Evaluator(profile, self._cluster, self._request)
+        profile = self._profile
         found = []
         for order in self._orders(start.ranks[vm]):
             problem = self._problem(placed, vm, order)
@@ -296,10 +299,7 @@ class _Planner:
                 candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
             for counts in dict.fromkeys(candidates):
                 footprint = problem.footprints.of(Cut(counts))
-                spare = [
-                    limit.budget_bytes - peak
-                    for limit, peak in zip(problem.limits, footprint.peak_bytes, strict=True)
-                ]
+                spare = problem.spare_bytes(footprint)
                 needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
                 seconds = footprint.timeline.step_seconds
                 score = mapping_score(needs, spare, problem.links)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
-from lightning_pipeshift.text import bytes_text, seconds_text
+from lightning_pipeshift.text import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
     from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
@@ -60,12 +60,12 @@ def draw(plan: Plan) -> str:
 def _headline(plan: Plan) -> str:
     return "PipeShift plan: " + ", ".join(
         [
-            _count(len(plan.layers), "layer"),
-            _count(plan.placement.num_virtual_machines, "virtual machine"),
+            count_text(len(plan.layers), "layer"),
+            count_text(plan.placement.num_virtual_machines, "virtual machine"),
             f"schedule {plan.schedule}",
             "minibatches not split"
             if plan.is_asynchronous
-            else _count(plan.microbatches, "microbatch", "microbatches"),
+            else count_text(plan.microbatches, "microbatch", "microbatches"),
         ]
     )
 
@@ -119,8 +119,8 @@ def _swaps(plan: Plan, vm: int) -> list[str]:
     for stage, by_place in sorted(found.items()):
         parts = []
         for to, swaps in by_place.items():
-            tensors = _count(sum(len(swap.tensors) for swap in swaps), "tensor")
-            layers = _count(len({swap.layer for swap in swaps}), "layer")
+            tensors = count_text(sum(len(swap.tensors) for swap in swaps), "tensor")
+            layers = count_text(len({swap.layer for swap in swaps}), "layer")
             parts.append(f"{tensors} of {layers} to {to}")
         lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
     lines += _state_on_host(plan, vm)
@@ -137,7 +137,7 @@ def _state_on_host(plan: Plan, vm: int) -> list[str]:
             ("the waiting weights", plan.weights_on_host_of(vm)),
         ):
             if count := len(on_host.intersection(own)):
-                layers = _count(len(own), "layer")
+                layers = count_text(len(own), "layer")
                 which = "all layers" if count == len(own) else f"{count} of {layers}"
                 lines.append(f"{stage:>5}  has {what} of {which} in host memory")
     return lines
@@ -204,7 +204,3 @@ def _bar(share: float) -> str:
 
 def _rule(title: str) -> str:
     return f"── {title} ".ljust(_WIDTH, "─")
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

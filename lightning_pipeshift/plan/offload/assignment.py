@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from lightning_pipeshift.plan.cost.memory_model import Footprint
@@ -126,7 +127,8 @@ class Assignments:
 
     def _parts_of(self, assigned: Assigned) -> dict[int, _Part]:
         """The part of each layer."""
-        by_layer = itertools.groupby(sorted(assigned.items(), key=_by_tensor), _layer)
+        by_tensor = sorted(assigned.items(), key=itemgetter(0))
+        by_layer = itertools.groupby(by_tensor, lambda item: item[0][0])
         return {layer: self._part(layer, tuple(ways)) for layer, ways in by_layer}
 
     def _part(self, layer: int, ways: tuple[tuple[Tensor, Way], ...]) -> _Part:
@@ -165,11 +167,3 @@ class Assignments:
             links.seconds(stage, lender, size * share / sum(shares))
             for lender, share in zip(way, shares, strict=True)
         )
-
-
-def _by_tensor(item: tuple[Tensor, Way]) -> Tensor:
-    return item[0]
-
-
-def _layer(item: tuple[Tensor, Way]) -> int:
-    return item[0][0]

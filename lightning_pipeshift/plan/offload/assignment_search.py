@@ -30,7 +30,7 @@ from lightning_pipeshift.plan.offload.assignment import (
 )
 from lightning_pipeshift.plan.offload.peers import Lenders, mappings
 from lightning_pipeshift.plan.offload.policy_choices import chosen
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.offload.problem import Problem
 
 SMALLEST_BYTES: Final = 1 << 16
 """A smaller tensor is swapped only if nothing else fits."""
@@ -81,7 +81,7 @@ class Search:
         self._problem = problem
         self._links = problem.links
         self.assignments = Assignments(problem, cut)
-        self.score, self._footprint = self.assignments.score, self.assignments.footprint
+        self._score, self._footprint = self.assignments.score, self.assignments.footprint
         self._sizes, self._owner = problem.sizes, self.assignments.owner
         self._stages = self.assignments.stages
         self._most_trials = most_trials(len(self._sizes))
@@ -113,13 +113,13 @@ class Search:
     def best(self) -> Assigned:
         """The best assignment that is found; it may exceed a budget."""
         start = dict(self._fixed)
-        if not self.score(start).excess_bytes:
+        if not self._score(start).excess_bytes:
             return start
         found: list[Assigned] = []
         for begin, lenders in self._beginnings(start):
             self._lenders = lenders
             found.append(self._relaxed(self._filled(begin)))
-            score = self.score(found[-1])
+            score = self._score(found[-1])
             # Two beginnings at least: of equally fast ones, one may move and recompute less.
             is_good = self._is_good(score) and len(found) > 1
             if is_good or (self._is_over and not score.excess_bytes):
@@ -135,23 +135,14 @@ class Search:
                     for key in keys
                 ]
                 found.append(self._relaxed({**dict.fromkeys(keys, way), **start}))
-        best = sorted(found, key=self.score)[:_MOST_IMPROVED]
-        now = min((self._improved(one) for one in best), key=self.score)
+        best = sorted(found, key=self._score)[:_MOST_IMPROVED]
+        now = min((self._improved(one) for one in best), key=self._score)
         return self._improved(now, repairs=True)
-
-    def result(self, assigned: Assigned) -> Compressed:
-        """The result for an assignment."""
-        return self.assignments.result(assigned)
-
-    @property
-    def num_trials(self) -> int:
-        """How many assignments have been evaluated."""
-        return self.assignments.num_trials
 
     @property
     def _is_over(self) -> bool:
         """Whether enough has been tried."""
-        return self.num_trials > self._most_trials
+        return self.assignments.num_trials > self._most_trials
 
     def _is_good(self, score: Score) -> bool:
         # The step without swaps is a lower bound.
@@ -219,7 +210,7 @@ class Search:
     def _with_free_recomputation(self, start: Assigned) -> Assigned:
         """Recomputes as many layers of each stage as make the step no longer."""
         now = start
-        most = CLOSE * self.score(start).seconds
+        most = CLOSE * self._score(start).seconds
         for stage in self._stages:
             groups = self._candidates(now, stage, RECOMPUTE)
 
@@ -227,7 +218,7 @@ class Search:
                 return self._with(now, itertools.chain(*groups[:count]), RECOMPUTE)
 
             def is_free(count: int, more: Callable[[int], Assigned] = with_first) -> bool:
-                return self.score(more(count)).seconds <= most
+                return self._score(more(count)).seconds <= most
 
             now = with_first(_most(len(groups), is_free))
         return now
@@ -277,7 +268,7 @@ class Search:
 
     def _with_more(self, now: Assigned, stage: int) -> Assigned:
         """Frees memory of a stage with the best option, as long as no other becomes better."""
-        score = self.score(now)
+        score = self._score(now)
         # A rate at which all stages together would lose next to nothing.
         free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
         # Rates hardly ever fall as memory fills up: an earlier one is a lower bound.
@@ -290,7 +281,7 @@ class Search:
                 break
             rate = math.inf
             if groups := self._candidates(now, stage, option):
-                rate = _rate(score, self.score(self._with(now, groups[0], option)))
+                rate = _rate(score, self._score(self._with(now, groups[0], option)))
             if math.isfinite(rate):
                 candidates[option] = groups
             known[option] = self._rates[stage, option] = rate
@@ -304,7 +295,7 @@ class Search:
         while count < len(groups) and stage in self._short_stages(now):
             last, count = count, min(2 * count, len(groups))
             more = self._with(now, itertools.chain(*groups[last:count]), best)
-            if _rate(self.score(now), self.score(more)) > limit:
+            if _rate(self._score(now), self._score(more)) > limit:
                 break
             now = more
         return now
@@ -357,7 +348,7 @@ class Search:
     def _relaxed(self, assigned: Assigned) -> Assigned:
         """Keeps as many tensors as fit: whole layers first, then tensors, small ones first."""
         now = assigned
-        if self.score(now).excess_bytes:
+        if self._score(now).excess_bytes:
             return now
         for groups in self._groups:
             layers = [[key for key in keys if key in now] for keys in groups.values()]
@@ -379,7 +370,7 @@ class Search:
         def without(count: int) -> Assigned:
             return self._with(assigned, itertools.chain(*groups[:count]), KEEP)
 
-        return without(_most(len(groups), lambda n: not self.score(without(n)).excess_bytes))
+        return without(_most(len(groups), lambda n: not self._score(without(n)).excess_bytes))
 
     # --- until no change helps ---
 
@@ -391,7 +382,7 @@ class Search:
             repairs: whether other tensors are changed to fit again, and to be better, before a
                 change is judged; this finds a way out of a local optimum.
         """
-        now, score = assigned, self.score(assigned)
+        now, score = assigned, self._score(assigned)
         improves = True
         while improves and not self._is_good(score):
             improves = False
@@ -403,8 +394,8 @@ class Search:
                         fits = self._filled(changed)
                         # Keeping what fits may undo the change, or be what makes it worthwhile.
                         ways = (self._improved(one) for one in (self._relaxed(fits), fits))
-                        changed = min(ways, key=self.score)
-                    if (after := self.score(changed)) < score:
+                        changed = min(ways, key=self._score)
+                    if (after := self._score(changed)) < score:
                         now, score, improves = changed, after, True
                         break
         return self._relaxed(now)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.plan.cost.memory_model import Footprint
-from lightning_pipeshift.plan.cost.workload import ROUNDING
 from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.text import ceil_bytes_text
@@ -18,18 +17,15 @@ def over_budget(problem: Problem, found: Footprint) -> BudgetError:
         found: the footprint of the plan that is nearest to fitting.
     """
     limits = problem.limits
-    if not any(lacking for lacking, _ in problem.lacking_bytes(found)):
+    lacking = [on_device for on_device, _ in problem.lacking_bytes(found)]
+    if not any(lacking):
         return _host_is_short(problem, found)
-    spare = [
-        limit.budget_bytes - peak / ROUNDING
-        for limit, peak in zip(limits, found.peak_bytes, strict=True)
-    ]
-    stage = min(range(len(spare)), key=spare.__getitem__)
+    stage = max(range(len(lacking)), key=lacking.__getitem__)
     static, budget = found.static_bytes[stage], limits[stage].budget_bytes
     num_versions = problem.workload.num_versions[stage]
     weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
     remedies = [f"a budget of {ceil_bytes_text(max(found.peak_bytes))} would do"]
-    fewest = weight_versions("async-2bw", len(spare))[stage]
+    fewest = weight_versions("async-2bw", len(lacking))[stage]
     if num_versions > fewest:
         remedies.append(f"so may schedule='async-2bw', which keeps {fewest} versions")
     if static >= budget:

@@ -10,7 +10,8 @@ found with :mod:`~lightning_pipeshift.plan.offload.assignment_search`. Without
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -174,14 +175,10 @@ def _with_less_moved(problem: Problem, moved: Compressed, name: str) -> Compress
             footprint = problem.footprints.of(cut, moved.swaps)
             return Compressed(cut, moved.swaps, footprint, moved.uncompressed)
 
-        fewest, most = 0, len(own)
-        while fewest < most:
-            middle = (fewest + most) // 2
-            if not any(map(any, problem.lacking_bytes(first(middle).footprint))):
-                most = middle
-            else:
-                fewest = middle + 1
-        now = first(fewest)
+        def fits(count: int, first: Callable[[int], Compressed] = first) -> bool:
+            return problem.fits(first(count).footprint)
+
+        now = first(bisect_left(range(len(own)), True, key=fits))
     return now
 
 
@@ -219,9 +216,10 @@ def _climbed(
             if is_over or (not best[0] and bounds[counts] * CLOSE >= best[1]):
                 break
             search = Search(problem, Cut(counts))
-            assigned = search.best()
-            num_trials += search.num_trials
-            excess, made = search.score(assigned).excess_bytes, search.result(assigned)
+            assigned, assignments = search.best(), search.assignments
+            num_trials += assignments.num_trials
+            excess = assignments.score(assigned).excess_bytes
+            made = assignments.result(assigned)
             if excess and unfit is None:
                 unfit = made
             # If nothing fits yet, what is nearest to it.

@@ -108,6 +108,10 @@ class Problem:
             for peak, trace, limit in zip(found.peak_bytes, found.traces, self.limits, strict=True)
         ]
 
+    def fits(self, found: Footprint) -> bool:
+        """Whether a plan keeps all limits."""
+        return not any(map(any, self.lacking_bytes(found)))
+
     def spare_bytes(self, found: Footprint) -> list[float]:
         """The bytes that a plan leaves on each stage's device; negative where it lacks them."""
         return [

@@ -27,6 +27,7 @@ from lightning_pipeshift.plan.offload.cut_search import best_split
 from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.text import count_text
 
 
 @dataclass(frozen=True)
@@ -291,8 +292,7 @@ def stages_without_work(
         return None
     deepest = max(topology.stages_per_vm)
     if len(called) < deepest:
-        layers = "1 layer" if len(called) == 1 else f"{len(called)} layers"
-        why = f"a step calls {layers}, and there are {deepest} stages"
+        why = f"a step calls {count_text(len(called), 'layer')}, and there are {deepest} stages"
         what = "Name smaller layers in `configure_layers()`, or use fewer devices"
     elif has_moved:
         why = "its layers have moved to other stages"
