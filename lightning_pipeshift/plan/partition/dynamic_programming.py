@@ -13,8 +13,8 @@ solution's own pace to just below it, along the Pareto front of (pace, sum), unt
 compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible
 pace.)
 
-In this estimate every stage waits for all others. Two more estimates, of the same form, let it
-compute meanwhile; their best cuts are often better, and the simulator chooses among all of them.
+In this estimate every stage waits for all others. Another one, of the same form, lets it compute
+meanwhile; its best cuts are often better, and the simulator chooses among those of both.
 """
 
 from __future__ import annotations
@@ -24,30 +24,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload
+from lightning_pipeshift.plan.cost.workload import Numbers, Workload
 from lightning_pipeshift.plan.partition.pace_programming import PaceDP
 from lightning_pipeshift.plan.partition.ranges import (
     Solution,
-    counts_of,
+    least_chain,
     narrowest,
+    ranges_of,
     with_drained,
 )
-from lightning_pipeshift.plan.partition.recomputation import bytes_held
-
-
-def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
-    """Returns the cut with the least :meth:`Workload.estimate` of those that fit without
-    recomputation, and others that are nearly as good.
-
-    Args:
-        workload: the layers, the stages in their order, and the boundaries that may be cut.
-        most: how many cuts, at most.
-
-    Returns the best one first; empty if nothing fits.
-    """
-    fits = bytes_held(workload, "none") <= workload.usable_bytes[:, None, None]
-    programme = programme_of(workload, np.where(fits, 0.0, math.inf))
-    return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 
 def programme_of(workload: Workload, again: Numbers) -> PartitionDP | PaceDP:
@@ -136,70 +121,11 @@ class PartitionDP:
             limit = math.nextafter(solution.pace, -math.inf)
         return [one for one in sorted(found) if one.seconds <= best * (1 + slack)][:most]
 
-    def with_head_start(self, most: int, limit: float, precision: float = 0.01) -> list[Counts]:
-        """The best cuts by the third estimate, which is a lower bound: no stage starts before a
-        microbatch has passed the stages before it, nor does the step end before the last one has
-        gone back through them. The stages after it are ignored::
-
-            seconds = maximum over stages of: sum of those before it + microbatches * its pace
-
-        Args:
-            most: how many, at most.
-            limit: seconds; cuts that take longer are ignored.
-            precision: of the least seconds, relative to them.
-
-        Returns the best one first; empty if none is below the limit.
-        """
-        found: list[Counts] = []
-        least = 0.0
-        while limit - least > precision * limit:
-            middle = (limit + least) / 2
-            if (solution := self._within(middle)) is None:
-                least = middle
-            else:
-                counts, limit = solution
-                found.insert(0, counts)
-        return found[:most]
-
     def _solve(self, limit: float) -> Solution | None:
         """The least sum at a pace of at most ``limit`` seconds; ``None`` if there is none."""
         sums = np.where(self.paces <= limit, self.sums, math.inf)
-        # The seconds of the stages so far, by the boundary at which they end.
-        best = [sums[0, 0]]
-        for stage in sums[1:]:
-            best.append((best[-1][:, None] + stage).min(axis=0))
-        total = float(best[-1][-1])
+        total, counts = least_chain(sums.shape, lambda s, before: before + sums[s])
         if not math.isfinite(total):
             return None
-        bounds = [sums.shape[1] - 1]
-        for before, stage in zip(best[-2::-1], sums[:0:-1], strict=True):
-            bounds.insert(0, int((before + stage[:, bounds[0]]).argmin()))
-        bounds.insert(0, 0)
-        pace = float(self.paces[range(len(sums)), bounds[:-1], bounds[1:]].max())
-        return Solution(total + (self.microbatches - 1) * pace, counts_of(bounds), pace, total)
-
-    def _within(self, limit: float) -> tuple[Counts, float] | None:
-        """A cut whose seconds by the third estimate are within the limit, and these seconds; of
-        such cuts the one with the least sum. ``None`` if there is none.
-        """
-        takes = self.microbatches * self.paces
-
-        def add(before: Numbers, take: Numbers, more: Numbers) -> Numbers:
-            # A smaller sum before a stage is never worse: optimal substructure, here too.
-            return np.where(before + take <= limit, before + more, math.inf)
-
-        best = [add(np.zeros(1), takes[0, 0], self.sums[0, 0])]
-        for take, more in zip(takes[1:], self.sums[1:], strict=True):
-            best.append(add(best[-1][:, None], take, more).min(axis=0))
-        if not best[-1][-1] <= limit:
-            return None
-        bounds = [self.sums.shape[1] - 1]
-        for before, take, more in zip(best[-2::-1], takes[:0:-1], self.sums[:0:-1], strict=True):
-            whole = add(before, take[:, bounds[0]], more[:, bounds[0]])
-            bounds.insert(0, int(whole.argmin()))
-        bounds.insert(0, 0)
-        where = (range(len(takes)), bounds[:-1], bounds[1:])
-        sums = self.sums[where].cumsum()
-        ends = takes[where]
-        ends[1:] += sums[:-1]
-        return counts_of(bounds), float(max(ends.max(), sums[-1]))
+        pace = float(self.paces[ranges_of(counts)].max())
+        return Solution(total + (self.microbatches - 1) * pace, counts, pace, total)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_pipeshift.errors import PartitionError
+from lightning_pipeshift.plan.partition.ranges import least_chain
 
 
 def uniform(
@@ -49,12 +50,8 @@ def _between(
     before = np.array([sum(layer < point for layer in working) for point in points])
     squares = (before[None, :] - before[:, None]).astype(float) ** 2
     squares[np.tril_indices(len(points), -1)] = np.inf
-    best = [squares[0]]
-    for _ in range(num_stages - 1):
-        best.append((best[-1][:, None] + squares).min(axis=0))
-    ends = [len(points) - 1]
-    for totals in best[-2::-1]:
-        # Of equally good solutions, the last: more layers on earlier stages.
-        choices = totals + squares[:, ends[0]]
-        ends.insert(0, int(np.flatnonzero(choices == choices.min())[-1]))
-    return tuple(points[end] - points[begin] for begin, end in pairwise([0, *ends]))
+    # From the last stage on, reversed: of equally good solutions, more layers on earlier stages.
+    mirrored = squares[::-1, ::-1].T
+    _, counts = least_chain((num_stages, len(points)), lambda _, before: before + mirrored)
+    ends = np.cumsum([0, *counts[::-1]])
+    return tuple(points[end] - points[begin] for begin, end in pairwise(ends.tolist()))

@@ -25,7 +25,6 @@ from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut, Worklo
 from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
-from lightning_pipeshift.plan.partition.pace_programming import PaceDP
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 RECOMPUTE: Final = ("auto", "full", "none")
@@ -64,7 +63,9 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     if recompute not in RECOMPUTE:
         words = ", ".join(map(repr, RECOMPUTE))
         raise PlanError(f"recompute={recompute!r}; choose one of {words}")
-    recomputation, programme, candidates = _settled(workload, recompute)
+    recomputation = _recomputation(workload, recompute)
+    programme = programme_of(workload, recomputation.seconds)
+    candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
     if not candidates:
         raise nothing_fits(workload, recompute)
     search = _Search(workload, recomputation)
@@ -72,7 +73,6 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     if isinstance(programme, PartitionDP):
         hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
         search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
-        search.add(programme.with_head_start(_CLIMBERS, search.least_seconds))
     if workload.num_stages <= _FEW_STAGES:
         stages = range(workload.num_stages)
         for drained in chain.from_iterable(combinations(stages, number) for number in stages):
@@ -138,27 +138,17 @@ def neighbours(workload: Workload, counts: Counts) -> list[Counts]:
     return [tuple(row) for row in np.diff(points[places]).tolist()]
 
 
-def _settled(
-    workload: Workload, recompute: str
-) -> tuple[Recomputation, PartitionDP | PaceDP, list[Counts]]:
-    """The recomputation, exact for the cuts with the least estimate, and these cuts."""
-    longest_seconds = math.inf
+def _recomputation(workload: Workload, recompute: str) -> Recomputation:
+    """The recomputation of each range of layers, of those that may be worth it."""
     if not np.isfinite(workload.usable_bytes).any() and recompute == "auto":
         recompute = "none"
-    if recompute == "auto":
-        for simpler in ("none", "full"):
-            programme = programme_of(workload, Recomputation(workload, simpler).seconds)
-            if solutions := programme.fastest(1):
-                # The step's seconds include each stage's own, for each microbatch.
-                longest_seconds = _MOST_UNEVEN * solutions[0].seconds / workload.microbatches
-                break
-    recomputation = Recomputation(workload, recompute, longest_seconds)
-    while True:
-        programme = programme_of(workload, recomputation.seconds)
-        candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
-        # Underestimated cuts are corrected, until the best one is exact.
-        if not recomputation.settle(candidates):
-            return recomputation, programme, candidates
+    for simpler in ("none", "full") if recompute == "auto" else ():
+        programme = programme_of(workload, Recomputation(workload, simpler).seconds)
+        if solutions := programme.fastest(1):
+            # The step's seconds include each stage's own, for each microbatch.
+            longest = _MOST_UNEVEN * solutions[0].seconds / workload.microbatches
+            return Recomputation(workload, recompute, longest)
+    return Recomputation(workload, recompute)
 
 
 class _Search:

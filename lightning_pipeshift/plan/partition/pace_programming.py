@@ -23,8 +23,9 @@ from lightning_pipeshift.plan.cost.pace import steady_pace
 from lightning_pipeshift.plan.cost.workload import Counts, Numbers, Workload
 from lightning_pipeshift.plan.partition.ranges import (
     Solution,
-    counts_of,
+    least_chain,
     narrowest,
+    ranges_of,
     with_drained,
 )
 
@@ -98,26 +99,18 @@ class PaceDP:
     def _within(self, limit: float, alone: Numbers, again: Numbers) -> Counts | None:
         """A cut whose pace is within the limit; ``None`` if there is none."""
         links = np.pad(self.payload + self.gradient, ((0, 1), (0, 0)))
-        before = np.where(np.arange(again.shape[1]) == 0, 0.0, math.inf)
-        begins = []
-        for stage, link in enumerate(links):
-            excess = self.forward[stage] + self.backward[stage] - limit
-            excess = excess + np.maximum(before, 0.0)[:, None]
+
+        def extended(stage: int, before: Numbers) -> Numbers:
+            excess = self.forward[stage] + self.backward[stage] - limit + np.maximum(before, 0.0)
             fits = (alone[stage] <= limit) & (excess + again[stage] <= 0)
-            excess = np.where(fits, excess, math.inf)
-            begins.append(excess.argmin(axis=0))
-            before = excess.min(axis=0) + link
-        if not math.isfinite(before[-1]):
-            return None
-        bounds = [len(before) - 1]
-        for begin in reversed(begins):
-            bounds.insert(0, int(begin[bounds[0]]))
-        return counts_of(bounds)
+            return np.where(fits, excess + links[stage], math.inf)
+
+        excess, counts = least_chain(again.shape, extended)
+        return counts if math.isfinite(excess) else None
 
     def _solution(self, counts: Counts) -> Solution:
-        ends = np.cumsum(counts)
-        where = np.arange(len(counts)), ends - counts, ends
-        cuts = where[0][:-1], ends[:-1]
+        where = ranges_of(counts)
+        cuts = where[0][:-1], where[2][:-1]
         costs = [self.forward[where], self.backward[where], self.payload[cuts], self.gradient[cuts]]
         pace = float(steady_pace([*costs, self.again[where]]))
         return Solution(pace, counts, pace, float(sum(map(np.sum, costs))))

@@ -2,30 +2,27 @@
 
 Recomputation makes a stage slower and its memory smaller, regardless of the other stages. So for a
 range of layers on a stage one choice is best: among the sets of layers that free enough memory, the
-one that takes the least time (a knapsack problem). A search for a cut then has to search the cuts
-only.
+one that takes the least time (a knapsack problem). The search for a cut uses a lower bound of that
+time, and only the cuts that it finds get a set.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.workload import (
-    ROUNDING,
     Counts,
     Cut,
     Numbers,
     Workload,
     sums_of_ranges,
 )
-
-# A front longer than this is thinned: a nearly optimal result is better than a very slow one.
-_LONGEST_FRONT = 512
+from lightning_pipeshift.plan.partition.ranges import ranges_of
 
 
 def bytes_held(workload: Workload, recompute: str) -> Numbers:
@@ -55,8 +52,7 @@ class Recomputation:
 
     Attributes:
         seconds: (S, L + 1, L + 1), the seconds that stage s recomputes with the layers from b to e,
-            at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound, which is
-            exact once the range has been settled.
+            at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Recomputation:
         fits = bytes_held(workload, recompute) <= usable
         self.seconds: Numbers = np.where(fits, 0.0, math.inf)
         self._lacking: Numbers = np.zeros_like(self.seconds)
-        self._chosen: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._chosen: dict[tuple[int, ...], list[int]] = {}
         if recompute == "full":
             for s in workload.recomputing:
                 self.seconds[s] += sums_of_ranges(workload.forward[s])
@@ -81,61 +77,30 @@ class Recomputation:
             for s in range(workload.num_stages):
                 self._bound(s)
 
-    def settle(self, cuts: Sequence[Counts]) -> bool:
-        """Makes :attr:`seconds` exact for the ranges of these cuts, by their counts.
-
-        Returns whether any value was lower before."""
-        if not cuts:
-            return False
-        stages, begins, ends = self._ranges(cuts)
-        lacking = self._lacking[stages, begins, ends] > 0
-        lacking &= np.isfinite(self.seconds[stages, begins, ends])
-        rose = False
-        for number, stage in np.argwhere(lacking).tolist():
-            rose |= self._settle((stage, int(begins[number, stage]), int(ends[number, stage])))
-        return rose
-
     def cuts(self, cuts: Sequence[Counts]) -> list[Cut]:
-        """The fastest cuts with these counts, without those that don't fit."""
-        if self._recompute == "full":
-            return [self._workload.everything_recomputed(counts) for counts in self._fitting(cuts)]
-        self.settle(cuts)
-        if not self._chosen:
-            return [Cut(counts) for counts in self._fitting(cuts)]
-        return [
-            Cut(
-                counts,
-                frozenset(
-                    layer
-                    for s, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0)))
-                    for layer in self._chosen.get((s, begin, end), ())
-                ),
-            )
-            for counts in self._fitting(cuts)
-        ]
-
-    def _fitting(self, cuts: Sequence[Counts]) -> list[Counts]:
+        """The cuts with these counts, and with little recomputation, of those that fit."""
         if not cuts:
             return []
-        unfit = np.isinf(self.seconds[self._ranges(cuts)]).sum(axis=1)
-        return [counts for counts, stages in zip(cuts, unfit, strict=True) if not stages]
+        is_finite: NDArray[np.bool_] = np.isfinite(self.seconds[ranges_of(cuts)])
+        fitting = list(compress(cuts, is_finite.all(axis=1)))
+        if self._recompute == "full":
+            return [self._workload.everything_recomputed(counts) for counts in fitting]
+        return [Cut(counts, self._layers(counts)) for counts in fitting]
 
-    def _ranges(self, cuts: Sequence[Counts]) -> tuple[NDArray[np.intp], ...]:
-        """The indices of the cuts' ranges in :attr:`seconds`: (cuts, S)."""
-        counts = np.array(cuts, dtype=np.intp)
-        ends = counts.cumsum(axis=1)
-        return np.arange(counts.shape[1]), ends - counts, ends
-
-    def _settle(self, where: tuple[int, int, int]) -> bool:
-        if where in self._chosen:
-            return False
-        stage, begin, end = where
-        before = self.seconds[where]
-        seconds = self._workload.forward[stage, begin:end]
-        chosen = lightest_cover(self._freed[stage, begin:end], seconds, self._lacking[where])
-        self._chosen[where] = tuple(begin + index for index in chosen)
-        self.seconds[where] = seconds[chosen].sum()
-        return bool(self.seconds[where] > before)
+    def _layers(self, counts: Counts) -> frozenset[int]:
+        """The layers that are recomputed in a cut."""
+        found: list[int] = []
+        for where in zip(*ranges_of(counts), strict=True):
+            if self._lacking[where] > 0:
+                if where not in self._chosen:
+                    stage, begin, end = where
+                    seconds = self._workload.forward[stage, begin:end]
+                    chosen = light_cover(
+                        self._freed[stage, begin:end], seconds, self._lacking[where]
+                    )
+                    self._chosen[where] = [begin + index for index in chosen]
+                found += self._chosen[where]
+        return frozenset(found)
 
     def _bound(self, stage: int) -> None:
         """A lower bound for all ranges of a stage: the layers that free most for their time, and
@@ -153,50 +118,37 @@ class Recomputation:
         self.seconds[stage, begins, ends] = used @ (seconds[order] / freed[order])
 
 
-def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]:
-    """The items with the least sum of weights whose gains add up to at least ``needed``.
+def light_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]:
+    """Items with a small sum of weights whose gains add up to at least ``needed``: at most twice
+    the least sum (Csirik et al., Heuristics for the 0-1 min-knapsack problem, Acta Cybernetica
+    1991).
 
-    Goes through the items and keeps the Pareto front of (weight, gain) (Nemhauser and Ullmann,
-    Discrete dynamic programming and capital allocation, Management Science 1969); items that can no
-    longer reach ``needed``, or not at less weight than a known solution, are dropped.
+    Goes through the items, those with the most gain for their weight first. One that would be
+    enough, with those taken before, completes a solution, without those that are then superfluous;
+    any other is taken.
 
     Args:
         gains: of each item, at least 0; all of them together are enough.
         weights: of each item, at least 0.
-        needed: the gain.
+        needed: the gain, above 0.
     """
     order = _best_first(gains, weights).tolist()
-    left = float(gains.sum())
-    # Partial solutions that are not yet enough, by weight: (weight, gain, items).
-    front: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
-    enough, best = math.inf, (1 << len(order)) - 1
-    for number, item in enumerate(order):
-        gain, weight = float(gains[item]), float(weights[item])
-        left -= gain
-        # No later item has a better ratio than the next one.
-        following = order[number + 1] if number + 1 < len(order) else None
-        ratio = math.inf if following is None else float(weights[following] / gains[following])
-        longer: list[tuple[float, float, int]] = []
-        more = [(w + weight, g + gain, items | 1 << number) for w, g, items in front]
-        furthest = -1.0
-        for state in sorted(front + more, key=_by_weight):
-            w, g, items = state
-            if w >= enough:
-                break
-            if g >= needed:
-                enough, best = w, items
-                break
-            # Tolerates rounding: sums in different orders differ.
-            if g > furthest and g + left * ROUNDING >= needed:
-                furthest = g
-                if w + (needed - g) * ratio < enough:
-                    longer.append(state)
-        front = longer if len(longer) <= _LONGEST_FRONT else longer[:: len(longer) // 256]
-    return sorted(item for number, item in enumerate(order) if best >> number & 1)
-
-
-def _by_weight(state: tuple[float, float, int]) -> tuple[float, float]:
-    return state[0], -state[1]
+    taken: list[int] = []
+    least, best = math.inf, order
+    left, spent = needed, 0.0
+    for item in order:
+        if gains[item] < left:
+            taken.append(item)
+            left, spent = left - gains[item], spent + weights[item]
+            continue
+        chosen, more = [*taken, item], gains[item] - left
+        for other in reversed(taken):
+            if gains[other] <= more:
+                chosen.remove(other)
+                more -= gains[other]
+        if (total := float(weights[chosen].sum())) < least:
+            least, best = total, chosen
+    return sorted(best)
 
 
 def _best_first(gains: Numbers, weights: Numbers) -> NDArray[np.intp]:

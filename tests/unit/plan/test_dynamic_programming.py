@@ -6,11 +6,9 @@ import pytest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.dynamic_programming import (
     PartitionDP,
-    fastest_cuts,
     programme_of,
 )
-from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
-from tests.unit.plan.workloads import all_cuts, random_workload, workload
+from tests.unit.plan.workloads import all_cuts, fastest_cuts, random_workload, workload
 
 
 @pytest.mark.parametrize(
@@ -93,29 +91,18 @@ def test_drained_stages_own_nothing_and_the_others_something():
             assert seconds == pytest.approx(expected, rel=1e-9), f"seed {seed}"
 
 
-def test_the_estimate_with_a_head_start_is_a_bound():
-    for seed in range(200):
-        given = random_workload(seed, schedule=sorted(SYNCHRONOUS)[seed % 3], tight=False)
-        least = min(given.step_seconds(all_cuts(given, "none")))
-        # Were it above what the simulator says of the best cut, nothing would be found below that.
-        assert programme(given).with_head_start(1, 1.03 * least), f"seed {seed}"
-        assert not programme(given).with_head_start(1, 0.0)
-
-
 def test_what_stages_can_do_meanwhile():
     """By the first estimate every stage waits for all behind it. Where many microbatches are in
     flight it need not: what is early in the pipeline may be slower, for it waits for nobody.
     """
     given = workload([1] * 12, [1, 1, 1], schedule="gpipe", microbatches=4)
-    estimated, hiding, ahead = (
+    estimated, hiding = (
         Cut(counts)
         for counts in (
             programme(given).fastest(1)[0].counts,
             programme(given, hides_forwards=True).fastest(1)[0].counts,
-            programme(given).with_head_start(1, 1000.0)[0],
         )
     )
     assert estimated.counts == (4, 4, 4)
-    assert ahead.counts[0] > ahead.counts[2]
     best = min(given.step_seconds(all_cuts(given, "none")))
-    assert best in given.step_seconds([estimated, hiding, ahead])
+    assert best in given.step_seconds([estimated, hiding])

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.partition.dynamic_programming import fastest_cuts, programme_of
+from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from lightning_pipeshift.plan.partition.local_search import best_cut
-from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
+from tests.unit.plan.workloads import all_counts, all_cuts, fastest_cuts, random_workload, workload
 
 
 def endless(*args, schedule="async", **kwargs):

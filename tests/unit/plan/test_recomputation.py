@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.partition.ranges import ranges_of
 from lightning_pipeshift.plan.partition.recomputation import (
     Recomputation,
     bytes_held,
-    lightest_cover,
+    light_cover,
 )
 from tests.unit.plan.workloads import all_cuts, random_workload, workload
 
@@ -18,8 +19,8 @@ from tests.unit.plan.workloads import all_cuts, random_workload, workload
     [
         ([5, 5, 5], [1, 1, 1], 5, 1),
         ([5, 5, 5], [1, 1, 1], 5.5, 2),
-        # The best ratio is not enough, and what it needs besides is too much.
-        ([6, 5, 5], [3, 2.9, 2.9], 10, [1, 2]),
+        # The one with the best ratio is more than enough, and two of the others are lighter.
+        ([100, 5, 5], [10, 1, 1], 10, [1, 2]),
         ([6, 5, 5], [3, 3, 3], 6, [0]),
         # What gains nothing is never chosen, even if it weighs nothing.
         ([0, 4], [0, 9], 4, [1]),
@@ -27,13 +28,14 @@ from tests.unit.plan.workloads import all_cuts, random_workload, workload
         ([3, 3], [0, 0], 3, 1),
     ],
 )
-def test_lightest_cover(gains, weights, needed, chosen):
-    found = lightest_cover(np.array(gains, float), np.array(weights, float), needed)
+def test_light_cover(gains, weights, needed, chosen):
+    found = light_cover(np.array(gains, float), np.array(weights, float), needed)
     assert chosen in (found, len(found))
 
 
-def test_lightest_cover_is_that_of_brute_force():
+def test_a_light_cover_is_near_that_of_brute_force():
     draw = np.random.default_rng(0)
+    ratios = []
     for number in range(400):
         num = int(draw.integers(1, 10))
         gains = draw.integers(0, 12, num).astype(float)
@@ -41,7 +43,7 @@ def test_lightest_cover_is_that_of_brute_force():
         needed = draw.uniform(0.01, 1.0) * gains.sum()
         if not needed:
             continue
-        found = lightest_cover(gains, weights.astype(float), needed)
+        found = light_cover(gains, weights.astype(float), needed)
         assert gains[found].sum() >= needed
         least = min(
             weights[list(chosen)].sum()
@@ -49,13 +51,15 @@ def test_lightest_cover_is_that_of_brute_force():
             for chosen in itertools.combinations(range(num), size)
             if gains[list(chosen)].sum() >= needed
         )
-        assert weights[found].sum() == pytest.approx(least), number
+        assert weights[found].sum() <= 2 * least + 1e-9, number
+        ratios.append(weights[found].sum() / least if least else 1.0)
+    assert np.mean(ratios) < 1.05
 
 
 def test_many_layers():
     draw = np.random.default_rng(1)
     gains, weights = draw.random((2, 120))
-    found = lightest_cover(gains, weights, 30.0)
+    found = light_cover(gains, weights, 30.0)
     assert gains[found].sum() >= 30
     # Not above the fractional optimum by more than an item.
     order = np.argsort(weights / gains)
@@ -84,32 +88,28 @@ def test_what_a_stage_holds():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "auto"])
-def test_each_cut_gets_the_recomputation_that_is_fastest(recompute):
+def test_each_cut_gets_a_recomputation_that_is_near_the_fastest(recompute):
+    ratios = []
     for seed in range(60):
         given = random_workload(seed, num_layers=2 + seed % 4, tight=True)
         least: dict[tuple[int, ...], float] = {}
         for cut in all_cuts(given, recompute):
             seconds = sum(given.costs(cut).recompute_seconds)
             least[cut.counts] = min(seconds, least.get(cut.counts, math.inf))
-        found = Recomputation(given, recompute).cuts(list(least))
+        recomputation = Recomputation(given, recompute)
+        found = recomputation.cuts(list(least))
         assert [cut.counts for cut in found] == list(least), f"seed {seed}"
         assert all(given.fits(cut) for cut in found), f"seed {seed}"
         for cut in found:
-            seconds = sum(given.costs(cut).recompute_seconds)
-            assert seconds == pytest.approx(least[cut.counts]), f"seed {seed}"
+            seconds, best = sum(given.costs(cut).recompute_seconds), least[cut.counts]
+            bound = recomputation.seconds[ranges_of(cut.counts)].sum()
+            assert bound <= best * (1 + 1e-9), f"seed {seed}"
+            ratios.append(seconds / best if best else 1.0)
+            assert best <= seconds * (1 + 1e-9), f"seed {seed}"
+    assert recompute == "auto" or max(ratios) == pytest.approx(1)
+    assert np.mean(ratios) < 1.02
 
 
 def test_what_does_not_fit_is_left_out():
     given = workload([1, 1], static=3, room=3)
     assert Recomputation(given, "auto").cuts([(2, 0), (1, 1), (0, 2)]) == [Cut((1, 1))]
-
-
-def test_the_seconds_are_a_lower_bound_until_they_are_settled():
-    for seed in range(40):
-        given = random_workload(seed, tight=True)
-        recomputation = Recomputation(given, "auto")
-        before = recomputation.seconds.copy()
-        cuts = [cut.counts for cut in all_cuts(given, "none")]
-        recomputation.settle(cuts)
-        assert (recomputation.seconds >= before * (1 - 1e-12)).all()
-        assert not recomputation.settle(cuts)
