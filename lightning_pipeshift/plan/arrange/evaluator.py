@@ -19,7 +19,7 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import compute_power
-from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, simulated_seconds
+from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -77,9 +77,12 @@ class Evaluator:
             lambda workload: Recomputation(workload, request.recompute)
         )
         self._paces: dict[Workload, tuple[float, Numbers]] = {}
-        self.closed_form = CostModel(self._estimated, Workload.estimate)
+        self.closed_form = CostModel(
+            lambda placed, cuts: self._pipelines(placed, cuts).estimated_seconds,
+            Workload.estimate,
+        )
         self.simulator = CostModel(
-            self._simulated,
+            lambda placed, cuts: self._pipelines(placed, cuts).simulated_seconds,
             lambda workload, cut: workload.step_seconds([cut])[0],
         )
 
@@ -309,9 +312,7 @@ class Evaluator:
         self, placed: Candidate, cuts: Cuts, swaps: tuple[tuple[Swap, ...], ...] = ()
     ) -> Arrangement:
         """The arrangement of a choice."""
-        prediction = predict(
-            self.profile, self.cluster, placed.ranks, placed.workloads, cuts, swaps
-        )
+        prediction = self._pipelines(placed, cuts).predicted(swaps)
         return Arrangement(
             ranks=placed.ranks,
             cuts=cuts,
@@ -323,11 +324,8 @@ class Evaluator:
             swaps=swaps if any(swaps) else (),
         )
 
-    def _simulated(self, placed: Candidate, cuts: Cuts) -> float:
-        return simulated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
-
-    def _estimated(self, placed: Candidate, cuts: Cuts) -> float:
-        return estimated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+    def _pipelines(self, placed: Candidate, cuts: Cuts) -> Pipelines:
+        return Pipelines(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
 
 
 def _per_second(samples: float, seconds: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeshift.plan.arrange.request import Arrangement
-from lightning_pipeshift.plan.cost.prediction import LanePlanner, Prediction, predict
+from lightning_pipeshift.plan.cost.prediction import Pipelines, Prediction
 from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -117,9 +117,7 @@ def lane_shares_of(
     """
     if not profile.overlaps_updates or len(ranks) == 1 or plan.is_asynchronous:
         return ()
-    workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
-    cuts = [cut_of(plan, vm) for vm in range(len(ranks))]
-    return LanePlanner(profile, cluster, ranks, workloads, cuts).best_shares()
+    return _pipelines(plan, profile, cluster, ranks).best_lane_shares()
 
 
 def prediction_of(
@@ -136,7 +134,13 @@ def prediction_of(
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
     """
+    swaps = [plan.swapped(vm) for vm in range(len(ranks))]
+    return _pipelines(plan, profile, cluster, ranks).predicted(swaps, plan.lane_shares)
+
+
+def _pipelines(
+    plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
+) -> Pipelines:
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
-    cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
-    swaps = [plan.swapped(vm) for vm in range(len(workloads))]
-    return predict(profile, cluster, ranks, workloads, cuts, swaps, plan.lane_shares)
+    cuts = [cut_of(plan, vm) for vm in range(len(ranks))]
+    return Pipelines(profile, cluster, ranks, workloads, cuts)

@@ -8,7 +8,6 @@ is simulated after others, until the delays repeat.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -22,74 +21,37 @@ _NUM_STEPS: Final = 4
 _NUM_MEASURED: Final = 2
 
 
-@dataclass(frozen=True)
-class Overlapped:
-    """The times of steps that overlap with the sums of the steps before.
-
-    Args:
-        step_seconds: from the start of one step to the start of the next.
-        slack_seconds: for each layer, the time from its gradient to its next forward, if no forward
-            waited for a sum.
-    """
-
-    step_seconds: float
-    slack_seconds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A virtual machine's part in such steps.
-
-    Args:
-        workload: its costs.
-        cut: its stages.
-    """
-
-    workload: Workload
-    cut: Cut
-
-
 def overlapped(
-    machines: Sequence[Machine],
+    machines: Sequence[tuple[Workload, Cut]],
     ring_ends: Callable[[Sequence[float]], Sequence[float]],
     seconds_between: float,
-) -> Overlapped:
-    """Simulates steps that overlap with the sums of the steps before.
+) -> float:
+    """The seconds from the start of one step to the start of the next, if steps overlap with the
+    sums of the steps before.
 
     Args:
-        machines: one for each distinct virtual machine.
+        machines: the workload and the cut of each distinct virtual machine.
         ring_ends: the time at which each layer's sum is complete, given the time at which the last
             virtual machine has its gradient, both in seconds since the first step began.
         seconds_between: from the end of a stage's step to the start of its next one.
     """
-    runs = [_Run(machine) for machine in machines]
-    no_delay = [0.0] * machines[0].workload.num_layers
-    updated: Sequence[float] = no_delay
-    ends, slack = [], no_delay
-    for number in range(_NUM_STEPS):
+    runs = [_Run(workload, cut) for workload, cut in machines]
+    updated: Sequence[float] = [0.0] * machines[0][0].num_layers
+    ends = []
+    for _ in range(_NUM_STEPS):
         for run in runs:
             run.step(updated)
         ends.append(max(max(run.ends) for run in runs))
-        ready = np.maximum.reduce([run.ready for run in runs])
-        if number == 0:
-            # All layers are called as late in the next step as they are in this one.
-            length = ends[0] + seconds_between
-            needed = length + np.minimum.reduce([run.called for run in runs])
-            slack = (needed - ready).tolist()
-        updated = ring_ends(ready.tolist())
+        updated = ring_ends(np.maximum.reduce([run.ready for run in runs]).tolist())
         for run in runs:
             run.begins = [end + seconds_between for end in run.ends]
-    return Overlapped(
-        step_seconds=(ends[-1] - ends[-1 - _NUM_MEASURED]) / _NUM_MEASURED,
-        slack_seconds=tuple(slack),
-    )
+    return (ends[-1] - ends[-1 - _NUM_MEASURED]) / _NUM_MEASURED
 
 
 class _Run:
     """Steps of one virtual machine, one after the other."""
 
-    def __init__(self, machine: Machine) -> None:
-        workload, cut = machine.workload, machine.cut
+    def __init__(self, workload: Workload, cut: Cut) -> None:
         self._workload = workload
         self._bounds = list(pairwise(cut.bounds))
         self._costs = columns(workload.costs(cut))
@@ -98,8 +60,6 @@ class _Run:
         self.ends = list(self.begins)
         self.ready: Numbers = np.zeros(workload.num_layers)
         """When each layer's gradient is ready."""
-        self.called: Numbers = np.zeros(workload.num_layers)
-        """When each layer's first forward could have begun, but for its update."""
 
     def step(self, updated: Sequence[float]) -> None:
         """Simulates a step.
@@ -114,7 +74,6 @@ class _Run:
             layers = self._workload.forward[stage, begin:end].tolist()
             outside: float = self._costs[0][stage] - sum(layers)
             for layer, seconds in enumerate(layers, begin):
-                self.called[layer] = now
                 now = max(now, updated[layer]) + seconds
             return now + outside
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +80,8 @@ class Recomputation:
         """The cuts with these counts, and with little recomputation, of those that fit."""
         if not cuts:
             return []
-        is_finite: NDArray[np.bool_] = np.isfinite(self.seconds[ranges_of(cuts)])
-        fitting = list(compress(cuts, is_finite.all(axis=1)))
+        seconds = self.seconds[ranges_of(cuts)].sum(axis=1)
+        fitting = [cuts[number] for number in np.flatnonzero(np.isfinite(seconds)).tolist()]
         if self._recompute == "full":
             return [self._workload.everything_recomputed(counts) for counts in fitting]
         return [Cut(counts, self._layers(counts)) for counts in fitting]

@@ -7,7 +7,7 @@ import pytest
 from lightning_pipeshift.plan.cost import workload as workload_module
 from lightning_pipeshift.plan.cost.memory_model import Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import Links
-from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, rings
+from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.simulator import simulate
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
@@ -24,8 +24,8 @@ def predicted(model, cluster, ranks, cuts, microbatches=2, schedule="1f1b"):
     links = crowded(cluster, ranks)
     workloads = [workload_of(model, links, machine, schedule, microbatches) for machine in ranks]
     timelines = [w.timeline(c) for w, c in zip(workloads, cuts, strict=True)]
-    ends = rings(model, cluster, ranks, workloads, cuts, timelines) if len(ranks) > 1 else []
-    return predict(model, cluster, ranks, workloads, cuts), ends
+    found = Pipelines(model, cluster, ranks, workloads, cuts)
+    return found.predicted(), found.rings(timelines) if len(ranks) > 1 else []
 
 
 ONE_STAGE = [
@@ -188,7 +188,7 @@ def test_memory(case):
     cluster = Cluster(devices("a:X " * stages))
     workload = workload_of(model, cluster, range(stages), schedule, microbatches)
     cut = Cut(counts)
-    found = predict(model, cluster, [range(stages)], [workload], [cut])
+    found = Pipelines(model, cluster, [range(stages)], [workload], [cut]).predicted()
     assert found.memory_bytes == (held,)
     assert workload.memory_bytes(cut) == held
 
@@ -249,9 +249,9 @@ def test_an_asynchronous_optimizer_steps_after_each_backward():
 
 def endless(model, cluster, ranks, cuts, schedule="async"):
     workloads = [workload_of(model, cluster, machine, schedule, 1) for machine in ranks]
-    found = predict(model, cluster, ranks, workloads, cuts)
+    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted()
     # The closed form omits nothing.
-    assert estimated_seconds(model, cluster, ranks, workloads, cuts) == found.step_seconds
+    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == found.step_seconds
     return found
 
 
@@ -298,9 +298,9 @@ def test_equal_virtual_machines_are_simulated_once(monkeypatch):
     ranks = [[2 * vm, 2 * vm + 1] for vm in range(300)]
     cluster = Cluster(devices("a:X b:Y " * 300), outside=Link(0.0, 1e3))
     workload = workload_of(model, cluster, ranks[0], "1f1b", 4)
-    many = predict(model, cluster, ranks, [workload] * 300, [Cut((2, 2))] * 300)
+    many = Pipelines(model, cluster, ranks, [workload] * 300, [Cut((2, 2))] * 300).predicted()
     assert len(calls) == 1
-    two = predict(model, cluster, ranks[:2], [workload] * 2, [Cut((2, 2))] * 2)
+    two = Pipelines(model, cluster, ranks[:2], [workload] * 2, [Cut((2, 2))] * 2).predicted()
     assert many.costs == two.costs[:1] * 300
     assert many.memory_bytes == two.memory_bytes[:1] * 300
     assert many.step_seconds - many.exposed_seconds == two.step_seconds - two.exposed_seconds
@@ -314,5 +314,7 @@ def test_the_closed_form_is_exact_for_equal_stages(stages, microbatches):
     ranks = [list(range(stages)), list(range(stages, 2 * stages))]
     cuts = [Cut((1,) * stages)] * 2
     workloads = [workload_of(model, cluster, machine, "1f1b", microbatches) for machine in ranks]
-    found = predict(model, cluster, ranks, workloads, cuts).step_seconds
-    assert estimated_seconds(model, cluster, ranks, workloads, cuts) == pytest.approx(found)
+    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted().step_seconds
+    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == pytest.approx(
+        found
+    )
