@@ -25,7 +25,7 @@ from lightning_pipeshift.compat.torch_private import TorchDispatchMode, version_
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.saved.held_results import is_skippable
+from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
@@ -369,7 +369,7 @@ class Observer:
                     origins.note(leaf, "input")
             yield origins
         self.of_layers[gate.index] = [
-            replace(tensor, spares=min(1.0, tensor.spares / origins.seconds))
+            replace(tensor, spares=min(1.0, tensor.spares * origins.spared_part / origins.seconds))
             if tensor.spares
             else tensor
             for tensor in self.of_layers[gate.index]
@@ -430,6 +430,7 @@ class Origins(TorchDispatchMode):
         self._seconds: dict[int, float] = {}
         self.seconds = 0.0
         """Those of all operations."""
+        self._num_operations = 0
         self._names = {id(module): name for name, module in layer.named_modules()}
         self._inside: list[str] = []
         self._hooks: list[Any] = []
@@ -469,6 +470,7 @@ class Origins(TorchDispatchMode):
         synchronize(self._timed)
         taken = time.perf_counter() - begun
         self.seconds += taken
+        self._num_operations += 1
         if is_skippable(func, args, kwargs, results):
             # Only with all of its results the operation is spared.
             found = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
@@ -476,6 +478,14 @@ class Origins(TorchDispatchMode):
             for leaf in found:
                 self._seconds[address_of(leaf)] = taken * leaf.nbytes / total if total else 0.0
         return results
+
+    @property
+    def spared_part(self) -> float:
+        """The part of the seconds of operations left out that is gained: all of the layer's
+        operations are looked at for it, in both of its runs.
+        """
+        lost = 2 * self._num_operations * seconds_seen()
+        return max(0.0, 1 - lost / self.seconds) if self.seconds else 0.0
 
     def seconds_of(self, tensor: Tensor) -> float:
         """The seconds that a recomputation spares if it has this tensor."""
