@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-from lightning_pipeshift.devices.streams import is_asynchronous
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
@@ -38,9 +37,9 @@ def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tup
         host: the host's memory.
 
     Returns:
-        zeros for a device that copies by itself.
+        zeros for a copier that does not need the processor.
     """
-    if is_asynchronous(device):
+    if not copier.takes_processor:
         return 0.0, 0.0
     small, large = (
         max(0.0, _usual(device, size, copier, host) - _usual(device, size, copier, None))
