@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from lightning_pipeshift.devices.streams import is_asynchronous
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
@@ -29,7 +30,8 @@ _ROW: Final = (*(Action(Kind.FORWARD, n) for n in range(3)), Action(Kind.BACKWAR
 
 def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tuple[float, float]:
     """The seconds that the compute lacks for each copy of a saved tensor, and for each byte of it:
-    the processor time of the whole process, with what is copied compared to what stays.
+    processor time with what is copied compared to what stays, of the whole process if the copier
+    needs the processor, and otherwise of the thread that computes.
 
     Args:
         device: the device.
@@ -37,9 +39,9 @@ def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tup
         host: the host's memory.
 
     Returns:
-        zeros for a copier that does not need the processor.
+        zeros for a device that computes by itself.
     """
-    if not copier.takes_processor:
+    if is_asynchronous(device):
         return 0.0, 0.0
     small, large = (
         max(0.0, _usual(device, size, copier, host) - _usual(device, size, copier, None))
@@ -63,7 +65,8 @@ def _seconds(device: torch.device, size: int, copier: Copier, host: OffloadTarge
     places = {(0, number): (host,) for number in range(_NUM_TENSORS)} if host is not None else {}
     store = ActivationStore(StagePolicy(float("inf"), places))
     table = SavedTable(0, store)
-    begun = time.process_time()
+    now = time.process_time if copier.takes_processor else time.thread_time
+    begun = now()
     store.begin_step(_ROW)
     store.begin_action(0, _ROW[0])
     saved = [
@@ -79,7 +82,7 @@ def _seconds(device: torch.device, size: int, copier: Copier, host: OffloadTarge
     saved.clear()
     store.end_action(_ROW[3])
     copier.out(_nothing, _nothing).wait()
-    return time.process_time() - begun
+    return now() - begun
 
 
 def _nothing() -> None:

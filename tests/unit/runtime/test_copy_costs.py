@@ -52,6 +52,20 @@ def test_they_are_told_apart_by_size(
     copier.close()
 
 
+def test_of_a_copier_that_needs_no_processor_only_the_computing_thread_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copier = BusyCopier(3.0, 0.5)
+    copier.takes_processor = False
+    own = iter(range(10**6))
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: float(next(own))))
+    # Each measurement takes a second of it, whatever the copies take.
+    target = LocalTarget([BufferPool(CPU, float("inf"))], copier)
+    assert copy_costs(CPU, copier, target) == (0.0, 0.0)
+    assert copier.now > 0
+    copier.close()
+
+
 def test_a_device_that_copies_by_itself_takes_none() -> None:
     with SimulatedDevice():
         device = torch.device("cuda", 0)
