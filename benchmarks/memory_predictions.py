@@ -15,6 +15,9 @@ and not that of another measurement.
   to no time, so it is the one to run again.
 - ``gpt2``, ``vit``: layers of transformers (GPT-2, by configuration) and of timm. They compute, and
   copies to the host are those of the CPU: they take a core, and memory bandwidth, from the compute.
+  How fast the machine is meanwhile may change by a third, so everything is kept in a turn before
+  and after each other plan's: ``beside 'all kept'`` is the error of how many times as long a step
+  is as those.
 
 Predictions for layers that sleep are to be within 5 %.
 """
@@ -454,7 +457,7 @@ def main() -> None:
             }
             print(f"\n{kind}: {run[kind]} of {len(cases)}")
         figures.setdefault(name, []).append(run)
-    save(options.json, figures)
+        save(options.json, figures)
 
 
 def errors_of(
