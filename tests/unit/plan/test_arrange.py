@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
+from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import _Planner, arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
