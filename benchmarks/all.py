@@ -94,6 +94,12 @@ RUNS = (
     Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner --num-cases 300 --num-large 50", PLANNING),
     Run("planner_memory", "planner_memory", PLANNING),
+    Run(
+        "memory_predictions_sleep",
+        "memory_predictions --models sleep --num-runs 3",
+        (*PLANNING, *STEP),
+    ),
+    Run("memory_predictions", "memory_predictions --models gpt2 vit", (*PLANNING, *STEP)),
     Run("waiting_weights", "waiting_weights --num-rounds 2", STEP),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),
     Run(

@@ -65,6 +65,8 @@ class TakingTurns(L.Callback):
         num_rounds: how often each has its turn.
         num_steps: how many steps of a turn are timed; two more come before, which are not.
         enter: called as a plan's turn begins, with its name.
+        beside: a plan that has a turn before each other one's: it shows how fast the machine was
+            then.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class TakingTurns(L.Callback):
         num_rounds: int,
         num_steps: int,
         enter: Callable[[str], None] = lambda name: None,
+        beside: str | None = None,
     ) -> None:
         self.found: dict[str, Timed] = {}
         self._make_plans = make_plans
         self._num_rounds = num_rounds
         self._num_steps = num_steps
         self._enter = enter
+        self._beside = beside
         self._plans: Plans = {}
         self._turns: list[str] = []
         self._left = 0
@@ -102,7 +106,11 @@ class TakingTurns(L.Callback):
                 said = plan.prediction.step_seconds if plan.prediction is not None else None
                 counts = [list(row) for row in plan.placement.counts]
                 self.found[name] = Timed(str(plan), counts, self._num_steps, said)
-            self._turns = [*self._plans] * self._num_rounds
+            names = [*self._plans]
+            if self._beside in names:
+                others = [name for name in names if name != self._beside] or names
+                names = [each for name in others for each in dict.fromkeys((self._beside, name))]
+            self._turns = names * self._num_rounds
             self._begin(strategy)
             return
         # The step that ends here is timed when the next one begins.

@@ -141,6 +141,8 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "overlap": overlap,
         "lane_moves": lambda: lane_moves(results),
         "convergence": lambda: convergence(results),
+        "memory_predictions": lambda: memory_predictions(results),
+        "memory_predictions_sleep": lambda: memory_predictions_sleep(results),
     }
 
 
@@ -374,6 +376,36 @@ def simulator(results: Values) -> Rows:
                 f"{{{where} / error_percent +.1f}}",
             ]
         )
+    return rows
+
+
+def memory_predictions(results: Values) -> Rows:
+    """Steps of layers that compute, with tensors that move or are computed again."""
+    kinds = ("error", "error_beside_kept")
+    rows = [["model", "plan", "predicted, ms", "measured, ms", "off by, %", "off beside, %"]]
+    for model, (run,) in results.value("memory_predictions").items():
+        for case, found in run["cases"].items():
+            where = f"memory_predictions / {model} / 0 / cases / {case}"
+            rows.append(
+                [
+                    model,
+                    f"{case}: {found['moves']}",
+                    f"{{{where} / predicted_seconds .0f*1e3}}",
+                    f"{{{where} / median_seconds .0f*1e3}}",
+                    *(f"{{{where} / {kind}_percent +.1f}}" for kind in kinds),
+                ]
+            )
+    return rows
+
+
+def memory_predictions_sleep(results: Values) -> Rows:
+    """Likewise of layers that sleep, in runs one after the other."""
+    runs = results.value("memory_predictions_sleep / sleep")
+    rows = [["plan", *(f"run {number + 1}: off by, %" for number in range(len(runs)))]]
+    for case in runs[0]["cases"]:
+        where = ("memory_predictions_sleep / sleep", f"cases / {case} / error_percent / median")
+        cells = [f"{{{where[0]} / {number} / {where[1]} +.1f}}" for number in range(len(runs))]
+        rows.append([case, *cells])
     return rows
 
 

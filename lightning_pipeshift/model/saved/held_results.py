@@ -13,9 +13,13 @@ first time each operation runs as well, and is left out only if its bits are tho
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from functools import cache
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +32,9 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
 )
 from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
+
+_NUM_TRIED: Final = 100
+"""Operations that are timed together."""
 
 Fetch = Callable[[], Tensor]
 """Returns a held tensor, when it is on the device."""
@@ -89,6 +96,23 @@ def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
             given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
             return bool(given)
     return True
+
+
+@cache
+def seconds_seen() -> float:
+    """By how much longer an operation takes that a mode of this module looks at, and runs."""
+    one = torch.ones(1)
+    seconds = []
+    for mode in (nullcontext(), LeftOut({}, {}, {})):
+        with mode:
+            tries = []
+            for _ in range(5):
+                begun = time.perf_counter()
+                for _ in range(_NUM_TRIED):
+                    one.view(1)
+                tries.append(time.perf_counter() - begun)
+        seconds.append(median(tries) / _NUM_TRIED)
+    return max(0.0, seconds[1] - seconds[0])
 
 
 class HeldResults(TorchDispatchMode):

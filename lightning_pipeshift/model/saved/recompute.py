@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import NormBase, version_of
+from lightning_pipeshift.compat.torch_private import NormBase, version_of, without_torch_dispatch
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import address_of, flatten
@@ -192,7 +192,9 @@ class RecomputedRegion(LayerCall):
         return [slot for slot in self._slots if slot.is_buffer]
 
     def _save(self, tensor: Tensor, number: int) -> Saved:
-        saved = super()._save(tensor, number)
+        # The mode need not see what is done with a tensor in order to save it.
+        with without_torch_dispatch() if self._is_seen(tensor) else nullcontext():
+            saved = super()._save(tensor, number)
         if address_of(tensor) not in self._parameters:
             saved.maker = self
         if self._results is not None and number in self._held:
@@ -201,6 +203,10 @@ class RecomputedRegion(LayerCall):
                 self._makers[number] = key, address_of(tensor)
         self._saved.append(weakref.ref(saved))
         return saved
+
+    def _is_seen(self, tensor: Tensor) -> bool:
+        """Whether a dispatch mode is active, and the tensor needs no dispatch of its own."""
+        return self._results is not None and type(tensor) in (Tensor, nn.Parameter)
 
     def let_go(self) -> bool:
         """Drops the saved tensors, if the layer can be recomputed; called when user code makes no
@@ -276,7 +282,8 @@ class RecomputedRegion(LayerCall):
         fresh: list[Tensor] = []
 
         def pack(tensor: Tensor) -> int:
-            fresh.append(tensor.detach())
+            with without_torch_dispatch() if self._is_seen(tensor) else nullcontext():
+                fresh.append(tensor.detach())
             return len(fresh)
 
         with ExitStack() as stack:

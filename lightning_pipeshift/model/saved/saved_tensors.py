@@ -10,9 +10,10 @@ tensor has been written to since it was saved.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,11 +22,16 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import TorchDispatchMode, version_of
+from lightning_pipeshift.compat.torch_private import (
+    TorchDispatchMode,
+    buffers_of,
+    parameters_of,
+    version_of,
+)
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.saved.held_results import is_skippable
+from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
@@ -368,12 +374,7 @@ class Observer:
                 if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                     origins.note(leaf, "input")
             yield origins
-        self.of_layers[gate.index] = [
-            replace(tensor, spares=min(1.0, tensor.spares / origins.seconds))
-            if tensor.spares
-            else tensor
-            for tensor in self.of_layers[gate.index]
-        ]
+        self.of_layers[gate.index] = origins.with_parts(self.of_layers[gate.index])
 
     def note(
         self,
@@ -430,6 +431,7 @@ class Origins(TorchDispatchMode):
         self._seconds: dict[int, float] = {}
         self.seconds = 0.0
         """Those of all operations."""
+        self._num_operations = 0
         self._names = {id(module): name for name, module in layer.named_modules()}
         self._inside: list[str] = []
         self._hooks: list[Any] = []
@@ -469,6 +471,7 @@ class Origins(TorchDispatchMode):
         synchronize(self._timed)
         taken = time.perf_counter() - begun
         self.seconds += taken
+        self._num_operations += 1
         if is_skippable(func, args, kwargs, results):
             # Only with all of its results the operation is spared.
             found = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
@@ -476,6 +479,15 @@ class Origins(TorchDispatchMode):
             for leaf in found:
                 self._seconds[address_of(leaf)] = taken * leaf.nbytes / total if total else 0.0
         return results
+
+    def with_parts(self, tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
+        """The layer's tensors, whose seconds become parts of the layer: less what it takes to leave
+        operations out, as if all of them were left out. Both runs look at every operation then.
+        """
+        lost = 2 * self._num_operations * seconds_seen() if self.seconds else 0.0
+        gained = math.fsum(tensor.spares for tensor in tensors)
+        part = max(0.0, 1 - lost / gained) / self.seconds if gained else 0.0
+        return [replace(each, spares=min(1.0, part * each.spares)) for each in tensors]
 
     def seconds_of(self, tensor: Tensor) -> float:
         """The seconds that a recomputation spares if it has this tensor."""
@@ -512,7 +524,9 @@ def addresses_of(tree: Any) -> list[int]:
 
 def resident_in(layer: nn.Module) -> frozenset[int]:
     """The addresses of a layer's parameters and buffers; a view of one takes no memory."""
-    return frozenset(address_of(tensor) for tensor in [*layer.parameters(), *layer.buffers()])
+    # The names of parameters and buffers, which modules list with them, take most of the time.
+    tables = (table for one in layer.modules() for table in (parameters_of(one), buffers_of(one)))
+    return frozenset(address_of(x) for table in tables for x in table.values() if x is not None)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -121,8 +121,10 @@ def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
         for other, peer in enumerate(ranks)
         if other != stage
     }
-    to_host = [cluster.devices[rank].host_bandwidth for rank in ranks]
-    return Links(between, tuple(to_host))
+    devices = [cluster.devices[rank] for rank in ranks]
+    copying = tuple((device.copy_seconds, device.copy_seconds_per_byte) for device in devices)
+    to_host = tuple(device.host_bandwidth for device in devices)
+    return Links(between, to_host, copying if any(map(any, copying)) else ())
 
 
 def sparing(profile: Profile, cut: Cut, swaps: Sequence[Swap]) -> Cut:
@@ -168,24 +170,26 @@ class Footprints:
             _sizes(layer, float(saved))
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         )
-        self._timelines: dict[Cut, Timeline] = {}
-        self._moments: dict[tuple[Cut, int], Moments] = {}
+        self._timelines: dict[Hashable, Timeline] = {}
+        self._moments: dict[Hashable, Moments] = {}
         self._effects: dict[Hashable, Effects] = {}
         self._traces: dict[Hashable, StageTrace] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
         """The footprint of a cut with its recomputation and swaps."""
         workload, cut = self._workload, sparing(self._profile, cut, swaps)
-        if cut not in self._timelines:
-            self._timelines[cut] = self._with_waits(cut).timeline(cut)
-        timeline = self._timelines[cut]
         by_layer: dict[int, list[Swap]] = {}
         for swap in swaps:
             by_layer.setdefault(swap.layer, []).append(swap)
+        # Where no copy takes time from the compute, all swaps have the same times of actions.
+        timed = cut, tuple(swaps) if self._links.copying else ()
+        if timed not in self._timelines:
+            self._timelines[timed] = self._with_waits(cut, timed[1]).timeline(cut)
+        timeline = self._timelines[timed]
         found = []
         for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
             moved = tuple(s for layer in range(begin, end) for s in by_layer.get(layer, ()))
-            key = (stage, cut, moved)
+            key = (stage, timed, moved)
             if key not in self._effects:
                 if len(self._effects) >= _MOST_EFFECTS:
                     self._effects.clear()
@@ -197,9 +201,10 @@ class Footprints:
                 # A stage without layers holds the payload that it forwards.
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
                 loads[-1] = replace(loads[-1], sent_bytes=round(workload.payload_bytes[end]))
-                if (cut, stage) not in self._moments:
-                    self._moments[cut, stage] = moments_of(timeline.computed[stage], loads)
-                self._effects[key] = effects(stage, self._moments[cut, stage], loads, self._links)
+                if (timed, stage) not in self._moments:
+                    self._moments[timed, stage] = moments_of(timeline.computed[stage], loads)
+                moments = self._moments[timed, stage]
+                self._effects[key] = effects(stage, moments, loads, self._links)
             found.append(self._effects[key])
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
@@ -240,17 +245,25 @@ class Footprints:
             update_seconds=late,
         )
 
-    def _with_waits(self, cut: Cut) -> Workload:
-        """The workload with the time that layers wait for their weights from the host: a layer's
-        are prefetched from the beginning of the one that used its own before.
+    def _with_waits(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Workload:
+        """The workload with the time that layers wait for their weights from the host, and with
+        what copies take from the compute. A layer's weights are prefetched from the beginning of
+        the one that used its own before.
         """
-        if not cut.weights_on_host:
+        if not cut.weights_on_host and not swaps:
             return self._workload
         forward, backward = self._workload.forward.copy(), self._workload.backward.copy()
         for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+            for swap in swaps:
+                if begin <= swap.layer < end and not swap.stays and not swap.stages:
+                    sizes = [self.sizes[swap.layer].get(number, 0) for number in swap.tensors]
+                    taken = self._links.compute_seconds(stage, sum(map(bool, sizes)), sum(sizes))
+                    # It leaves in the forward, and comes back for the backward.
+                    forward[stage, swap.layer] += taken
+                    backward[stage, swap.layer] += taken
             moved = [layer for layer in range(begin, end) if layer in cut.weights_on_host]
-            sizes = self._workload.waiting_bytes[moved]
-            if sizes.sum() <= window_bytes(list(sizes)):
+            weights = self._workload.waiting_bytes[moved]
+            if weights.sum() <= window_bytes(list(weights)):
                 continue
             self._add_waits(stage, cut.weights_on_host, forward, range(begin, end))
             self._add_waits(stage, cut.weights_on_host, backward, range(begin, end)[::-1])
@@ -274,15 +287,18 @@ class Footprints:
             layer = order[place]
             hidden = math.fsum(computed[order[other]] for other in range(earlier, place))
             size = float(self._workload.waiting_bytes[layer])
-            seconds[stage, layer] += max(0.0, self._links.seconds(stage, HOST, size) - hidden)
+            waits = self._links.seconds(stage, HOST, size) - hidden
+            seconds[stage, layer] += max(waits, self._links.compute_seconds(stage, 1, size))
 
     def _exposed_seconds(self, stage: int, sizes: Numbers) -> float:
         """By how many seconds an optimizer step gets longer, at most, if tensors of these sizes
         come from the host and return: both directions overlap, but for the first and the last
         layer.
         """
-        seconds = [self._links.seconds(stage, HOST, size) for size in sizes if size]
-        return math.fsum(seconds) + max(seconds, default=0.0)
+        moved = [float(size) for size in sizes if size]
+        seconds = [self._links.seconds(stage, HOST, size) for size in moved]
+        taken = 2 * self._links.compute_seconds(stage, len(moved), sum(moved))
+        return max(math.fsum(seconds) + max(seconds, default=0.0), taken)
 
     def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
         forward = float(self._workload.forward[stage, index])

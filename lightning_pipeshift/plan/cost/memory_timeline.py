@@ -89,15 +89,18 @@ class Links:
             second).
         to_host: from each stage to its host, or back: bytes per second; 0 if there is no
             connection.
+        copying: what a copy between each stage and its host takes from the compute: (seconds for
+            each tensor, seconds for each byte).
     """
 
     between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     to_host: tuple[float, ...] = ()
+    copying: tuple[tuple[float, float], ...] = ()
 
     @property
     def key(self) -> Hashable:
         """Equal for equal links."""
-        return tuple(sorted(self.between.items())), self.to_host
+        return tuple(sorted(self.between.items())), self.to_host, self.copying
 
     def rate(self, stage: int, place: int) -> float:
         """Bytes per second from a stage to another one, or to the host; 0 if there is no
@@ -112,7 +115,13 @@ class Links:
         return Links(
             {ends: (latency, rate / factor) for ends, (latency, rate) in self.between.items()},
             tuple(rate / factor for rate in self.to_host),
+            self.copying,
         )
+
+    def compute_seconds(self, stage: int, num_tensors: int, num_bytes: float) -> float:
+        """What copying tensors to the host, or back, takes from the stage's compute."""
+        per_tensor, per_byte = self.copying[stage] if self.copying else (0.0, 0.0)
+        return num_tensors * per_tensor + num_bytes * per_byte
 
     def seconds(self, stage: int, place: int, num_bytes: float) -> float:
         """The seconds of a tensor's transfer from a stage to another or to the host, or back."""

@@ -20,8 +20,10 @@ A cluster::
 A device without a ``kind`` is of the one that the profile has measured. Ranks are counted in the
 order of the devices. Numbers without a unit are bytes, bytes per second
 and seconds. ``host_memory`` is the part of its host's memory that each of the devices may take for
-tensors that do not fit its own, and ``host_bandwidth`` the bandwidth there and back. A field that a
-link in ``between`` omits has the value that it has without that entry.
+tensors that do not fit its own, and ``host_bandwidth`` the bandwidth there and back. Where the
+processor makes these copies, each takes ``copy_time``, and ``copy_time_per_byte`` for each byte,
+from the compute. A field that a link in ``between`` omits has the value that it has without that
+entry.
 """
 
 from __future__ import annotations
@@ -242,6 +244,8 @@ class _DevicesEntry:
     free: _Bytes = 0.0
     host_memory: _Bytes = 0.0
     host_bandwidth: _Bandwidth = 0.0
+    copy_time: _Latency = 0.0
+    copy_time_per_byte: _Latency = 0.0
 
     def __post_init__(self) -> None:
         if 0 < self.memory < self.free:
@@ -272,6 +276,8 @@ class _DevicesEntry:
                 free_bytes=round(self.free),
                 host_bytes=round(self.host_memory),
                 host_bandwidth=self.host_bandwidth,
+                copy_seconds=self.copy_time,
+                copy_seconds_per_byte=self.copy_time_per_byte,
             )
             for name in names
             for _ in range(self.count)
@@ -401,6 +407,8 @@ def _device_entry(device: Device, count: int) -> dict[str, Any]:
         ("free", device.free_bytes),
         ("host_memory", device.host_bytes if device.host_bandwidth else 0),
         ("host_bandwidth", float(device.host_bandwidth) if device.host_bytes else 0.0),
+        ("copy_time", device.copy_seconds),
+        ("copy_time_per_byte", device.copy_seconds_per_byte),
     ):
         if number:
             entry[name] = number

@@ -26,6 +26,9 @@ class Device:
         free_bytes: the part of ``memory_bytes`` that was free when it was measured.
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second; 0: no swaps.
+        copy_seconds: what each copy of a tensor to the host or back takes from the compute: the
+            processor's seconds; 0 if the device copies by itself, or if it was not measured.
+        copy_seconds_per_byte: likewise, for each byte.
     """
 
     host: str
@@ -35,6 +38,8 @@ class Device:
     free_bytes: int = 0
     host_bytes: int = 0
     host_bandwidth: float = 0.0
+    copy_seconds: float = 0.0
+    copy_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0):
@@ -42,7 +47,7 @@ class Device:
                 f"a device of kind {self.kind!r} on host {self.host!r} with speed {self.speed}; a"
                 " speed is finite and above 0 (omit a device that computes nothing)"
             )
-        for name in ("memory_bytes", "free_bytes", "host_bytes", "host_bandwidth"):
+        for name in self.__slots__[3:]:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise PlanError(
                     f"a device of kind {self.kind!r} on host {self.host!r} with {name}"

@@ -48,6 +48,8 @@ class RankFigures:
         budget_bytes: the device memory that it may take, if there is a limit.
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second.
+        copy_seconds: see :class:`~lightning_pipeshift.plan.inputs.cluster.Device`.
+        copy_seconds_per_byte: likewise.
         waited_seconds: how long its compute has waited in a step for swapped tensors.
     """
 
@@ -66,6 +68,8 @@ class RankFigures:
     budget_bytes: int = 0
     host_bytes: int = 0
     host_bandwidth: float = 0.0
+    copy_seconds: float = 0.0
+    copy_seconds_per_byte: float = 0.0
     waited_seconds: float = 0.0
 
 
@@ -130,6 +134,8 @@ def profile_of(
             else 0,
             host_bytes=mine.host_bytes,
             host_bandwidth=mine.host_bandwidth,
+            copy_seconds=mine.copy_seconds,
+            copy_seconds_per_byte=mine.copy_seconds_per_byte,
         )
         for device, speed, mine in zip(cluster.devices, speeds, figures, strict=True)
     )

@@ -491,7 +491,7 @@ class ActivationStore(ActionListener):
         block.state, block.has_come = _Is.COMING, True
         self._note_begin(block)
         self._count(block.num_bytes)
-        size = block.num_bytes // torch.empty(0, dtype=block.dtype).element_size()
+        size = block.num_bytes // block.dtype.itemsize
         block.buffer = torch.empty(size, dtype=block.dtype, device=block.device)
         block.coming = block.offloaded.fetch(block.buffer, lambda: None)
         self._coming.append(block)

@@ -48,6 +48,9 @@ class Copy(Ticket, Protocol):
 class Copier(Protocol):
     """Makes copies in the order in which they are submitted, in each direction."""
 
+    takes_processor: bool
+    """Whether its copies need the processor that computes."""
+
     def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """Copies from the device, after the compute submitted so far.
 
@@ -90,6 +93,8 @@ class ThreadCopier:
     Args:
         on_error: called in a thread that has failed.
     """
+
+    takes_processor = True
 
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._out = InOrder("swap out", on_error)
@@ -156,6 +161,8 @@ class StreamCopier:
     Args:
         device: the GPU.
     """
+
+    takes_processor = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

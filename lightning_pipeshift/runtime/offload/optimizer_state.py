@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any, Final
 
@@ -45,13 +45,15 @@ class _Copying:
 
     Args:
         layer: the layer.
-        parts: its tensors, each with its new memory and the copy in progress.
+        parts: its tensors, each with its new memory.
+        ticket: the copy in progress, if it has any.
         weights: those of its weights, if they move.
         promised_bytes: memory reserved for state that it does not have yet.
     """
 
     layer: int
-    parts: Sequence[tuple[Tensor, Tensor, Ticket]]
+    parts: Sequence[tuple[Tensor, Tensor]]
+    ticket: Ticket | None = None
     weights: Arrival | None = None
     promised_bytes: int = 0
 
@@ -59,18 +61,18 @@ class _Copying:
         """Waits for the copies, and gives the tensors their new memory; returns the state's
         bytes.
         """
-        for tensor, memory, ticket in self.parts:
-            ticket.wait()
+        if self.ticket is not None:
+            self.ticket.wait()
+        for tensor, memory in self.parts:
             tensor.data = memory
         if self.weights is not None:
             self.weights.finish()
-        return sum(memory.nbytes for _, memory, _ in self.parts)
+        return sum(memory.nbytes for _, memory in self.parts)
 
     def is_done(self) -> bool:
         """Whether the copies are complete."""
-        return all(ticket.is_done() for _, _, ticket in self.parts) and (
-            self.weights is None or self.weights.is_done()
-        )
+        copies = (self.ticket, self.weights)
+        return all(copy is None or copy.is_done() for copy in copies)
 
 
 class OptimizerStates:
@@ -287,9 +289,9 @@ class OptimizerStates:
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
                     )
                     self.traffic.count(memory.nbytes)
-                    work = partial(memory.copy_, tensor.data, non_blocking=True)
-                    parts.append((tensor, memory, self._copier.back(work, _nothing)))
-            coming.append(_Copying(waiting.popleft(), parts, weights, promised))
+                    parts.append((tensor, memory))
+            ticket = self._copier.back(_copies(parts), _nothing) if parts else None
+            coming.append(_Copying(waiting.popleft(), parts, ticket, weights, promised))
 
     def _has_room(self, num_bytes: int, layer: int, is_needed: bool) -> bool:
         """Whether so many bytes of a layer's state may come to the device now. If they are needed
@@ -319,12 +321,12 @@ class OptimizerStates:
         for tensor in self._state_of(optimizer, layer):
             if not self.homes.has(tensor):
                 values = self.homes.memory_of(tensor)
-                work = partial(values.copy_, tensor.data, non_blocking=True)
-                parts.append((tensor, values, self._copier.out(work, _nothing)))
+                parts.append((tensor, values))
                 self.traffic.moved_bytes += values.nbytes
+        ticket = self._copier.out(_copies(parts), _nothing) if parts else None
         weights = self._weights.end_update(layer)
         if parts or weights is not None:
-            self._leaving.append(_Copying(layer, parts, weights))
+            self._leaving.append(_Copying(layer, parts, ticket, weights))
         while len(self._leaving) > _AHEAD:
             self._finish_first()
 
@@ -366,6 +368,17 @@ def _state_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Te
         for value in entry.values() if isinstance(entry, dict) else ():
             if type(value) is Tensor and value.numel() > 1 and is_dense(value):
                 yield value
+
+
+def _copies(parts: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Copies tensors to their new memory, in one task: a thread wakes up once for a layer."""
+    pairs = [(tensor.data, memory) for tensor, memory in parts]
+
+    def work() -> None:
+        for values, memory in pairs:
+            memory.copy_(values, non_blocking=True)
+
+    return work
 
 
 def _nothing() -> None:

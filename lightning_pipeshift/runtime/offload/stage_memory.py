@@ -23,6 +23,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
+from lightning_pipeshift.runtime.offload.copy_costs import copy_costs
 from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.optimizer_state import Layers, OptimizerStates
@@ -67,11 +68,15 @@ class RankMemory:
         budget_bytes: of its device, for everything.
         host_bytes: of its host, for swapped tensors.
         host_bandwidth: of copies to the host and back, in bytes per second.
+        copy_seconds: of the compute's processor, for each copy of a tensor.
+        copy_seconds_per_byte: likewise, for each byte.
     """
 
     budget_bytes: int
     host_bytes: int
     host_bandwidth: float
+    copy_seconds: float = 0.0
+    copy_seconds_per_byte: float = 0.0
 
 
 class StageMemory:
@@ -144,8 +149,15 @@ class StageMemory:
             on_host = _HOST_PART * host_bytes / num_sharers
         self._host.limit_bytes = on_host
         rate = self._bandwidth() if on_host else 0.0
-        self.memory = RankMemory(int(budget), int(on_host), rate)
+        costs = (0.0, 0.0)
+        if rate:
+            costs = copy_costs(self._channels.device, self._copier, self._on_host())
+            self._host.peak_bytes = 0
+        self.memory = RankMemory(int(budget), int(on_host), rate, *costs)
         return self.memory
+
+    def _on_host(self) -> LocalTarget:
+        return LocalTarget([self._host], self._copier, codec=self._codec)
 
     def _bandwidth(self) -> float:
         """Measures the bandwidth to the host and back, the lower of the two, with copies in both
@@ -209,7 +221,7 @@ class StageMemory:
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
             budget = self.memory.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
             budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving}) + twice_bytes
-        host = LocalTarget([self._host], self._copier, codec=self._codec)
+        host = self._on_host()
         spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}
         for swap in swaps:

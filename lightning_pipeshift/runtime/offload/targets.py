@@ -150,12 +150,15 @@ class _LocalBlock:
         self._coding = Coding(place.codec)
         self._buffers: list[tuple[BufferPool, Tensor]] = []
         self._coming: Copy | None = None
+        self._is_forgotten = False
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
         place = self._place
         claimed = {id(pool): size for pool, size in place.sizes(memory.nbytes)}
-        for flat in self._coding.encode(memory):
+        # A thread that is behind has less to do.
+        encoded = [] if self._is_forgotten else self._coding.encode(memory)
+        for flat in encoded:
             sizes = place.sizes(flat.numel())
             for (pool, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
                 buffer = pool.take(size)
@@ -182,6 +185,11 @@ class _LocalBlock:
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
+        self._is_forgotten = True
+        copies = (self.leaving, self._coming)
+        if all(copy is None or copy.is_done() for copy in copies):
+            self._give_back()
+            return
         # Queued after the copies that use these buffers.
         self._place.copier.out(self._give_back, _nothing)
 

@@ -24,7 +24,8 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 BY_HAND = """
 devices:
   - {host: lab1, kind: rtx4090, count: 2, memory: 24GB, host_memory: 30GB, host_bandwidth: 20 GB/s}
-  - {host: lab2, kind: rtx3090, speed: 0.5, memory: 24 GB, free: 20GB}
+  - {host: lab2, kind: rtx3090, speed: 0.5, memory: 24 GB, free: 20GB, copy_time: 0.1 ms,
+     copy_time_per_byte: 1e-9}
   - {hosts: 128, host: node, kind: a100, count: 8, memory: 80GB}   # node0 ... node127
 links:
   inside: {latency: 5us, bandwidth: 200 Gbit/s}
@@ -52,7 +53,15 @@ def test_a_cluster_written_by_hand(tmp_path):
     assert cluster.devices[:4] == (
         Device("lab1", "rtx4090", 1.0, 24 * 10**9, 0, 30 * 10**9, 20e9),
         Device("lab1", "rtx4090", 1.0, 24 * 10**9, 0, 30 * 10**9, 20e9),
-        Device("lab2", "rtx3090", 0.5, 24 * 10**9, 20 * 10**9),
+        Device(
+            "lab2",
+            "rtx3090",
+            0.5,
+            24 * 10**9,
+            20 * 10**9,
+            copy_seconds=1e-4,
+            copy_seconds_per_byte=1e-9,
+        ),
         Device("node0", "a100", 1.0, 80 * 10**9),
     )
     assert cluster.devices[10] == cluster.devices[3]

@@ -13,7 +13,7 @@ from lightning_pipeshift.plan.cost.simulator import simulate
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
-from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor, Swap
 from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.workloads import all_counts, random_workload
@@ -227,6 +227,33 @@ def test_memory_in_closed_form_is_that_of_the_timeline(schedule):
             for peak, most, payload in zip(found, closed, sent, strict=True):
                 assert most - payload <= peak <= most, (seed, cut)
     assert recomputing > 20
+
+
+@pytest.mark.parametrize("by_processor", [False, True])
+def test_copies_that_the_processor_makes_are_compute(by_processor):
+    """As if the layer's forward and backward took longer by it; but for one stage only, whose
+    device does not copy by itself.
+    """
+    tensors = (SavedTensor(0, 100), SavedTensor(1, 60), SavedTensor(2, 0))
+    layers = tuple(LayerProfile(f"l{n}", saved_bytes=160, tensors=tensors) for n in range(4))
+    given = random_workload(3, num_layers=4, num_stages=2)
+    cut = Cut((2, 2))
+    swaps = (
+        Swap(1, (0, 1, 2)),
+        # Neither stays on the device, nor goes to another stage: unmeasured.
+        Swap(0, (0,), stays=True),
+        Swap(0, (1,), stages=(1,)),
+        Swap(3, (0,)),
+    )
+    copying = ((0.5, 0.01), (0.0, 0.0)) if by_processor else ()
+    links = Links({(0, 1): (0.0, 1e9), (1, 0): (0.0, 1e9)}, (1e9, 1e9), copying)
+    sized = replace(given, saved_bytes=np.full(4, 160.0))
+    found = Footprints(Profile(layers), sized, links).of(cut, swaps)
+    slower = replace(sized, forward=sized.forward.copy(), backward=sized.backward.copy())
+    if by_processor:
+        for seconds in (slower.forward, slower.backward):
+            seconds[0, 1] += 2 * 0.5 + 160 * 0.01
+    assert found.timeline.step_seconds == slower.timeline(cut).step_seconds
 
 
 def test_the_slowest_optimizer_counts():

@@ -536,6 +536,21 @@ def test_blocks_in_parts_and_made_smaller(name: str) -> None:
         assert peaks[0] < peaks[2] < peaks[1]
 
 
+def test_what_is_no_longer_to_leave_is_not_copied() -> None:
+    copier, pool = ThreadCopier(), BufferPool(CPU, NO_LIMIT)
+    place, may_begin = LocalTarget([pool], copier), threading.Event()
+    copier.out(may_begin.wait, nothing)
+    parcel = place.put(torch.zeros(4096), nothing)
+    assert parcel is not None
+    parcel.forget()
+    may_begin.set()
+    copier.out(nothing, nothing).wait()
+    # Its memory was claimed, and no buffer was taken.
+    assert pool.peak_bytes == 4 * 4096
+    assert pool.allocated_bytes == 0
+    copier.close()
+
+
 @pytest.mark.parametrize("name", ["lossless", "8bit"])
 @pytest.mark.parametrize("values", ["zeros", "random"])
 def test_what_was_encoded_and_moved_is_not_held(name: str, values: str) -> None:
