@@ -13,12 +13,10 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.pictures.figure import require_matplotlib, save
 from lightning_pipeshift.pictures.memory import memory_chart
-from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
 from lightning_pipeshift.plan.offload.policy_choices import records
-from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 
 
@@ -72,11 +70,12 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
         )
     profile, cluster, topology = measured.profile, measured.cluster, pipeline.replicas.topology
     plan = make_plan(replace(settings, plan=None), profile, cluster, topology)
-    workloads = workloads_of(profile, cluster, topology.ranks, plan.schedule, plan.microbatches)
+    problems = replace(measured, ranks=topology.ranks).problems(
+        plan.schedule, plan.microbatches, Planned()
+    )
     machines = []
-    for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
-        cut, swaps = cut_of(plan, vm), plan.swapped(vm)
-        problem = Problem.of(profile, workload, cluster, ranks, Planned())
+    for vm, problem in enumerate(problems):
+        cut, swaps = plan.cut(vm), plan.swapped(vm)
         footprints = problem.footprints
         machines.append(
             MachineMemory(

@@ -31,7 +31,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
-from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
+from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut

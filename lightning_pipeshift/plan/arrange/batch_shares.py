@@ -7,9 +7,7 @@ from typing import Final
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES
-
-WORTH_SHARES: Final = 1.02
-"""The factor by which unequal shares must increase the samples per second."""
+from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 
 _ALIKE: Final = 1.01
 """Times that differ by less are equal."""
@@ -62,7 +60,7 @@ def balanced_shares(
         wanted = {vm: size / times[vm] for vm, size in sizes.items()}
         unit = placer.total(count) / sum(wanted[vm] for vm in stands)
         sizes = {vm: size * unit for vm, size in wanted.items()}
-    best, fitting, least = first, cuts, cost.step(first, cuts) / WORTH_SHARES
+    best, fitting, least = first, cuts, cost.step(first, cuts) / WORTH_CHANGING
     # If a correction exceeds a device's memory, a part of it is tried.
     is_large = placer.cluster.num_ranks > MOST_STAGES
     for part in (1.0,) if is_large else (1.0, 0.5, 0.25):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.batch_shares import WORTH_SHARES, balanced_shares
+from lightning_pipeshift.plan.arrange.batch_shares import balanced_shares
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
     MOST_STAGES,
@@ -34,7 +34,6 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
 )
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
 from lightning_pipeshift.plan.arrange.stage_order import (
-    MOST_ORDERS,
     Order,
     best_order,
     by_ratio,
@@ -45,26 +44,13 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 )
 from lightning_pipeshift.plan.cost.pace import Objective
 from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 
 _PROMISING: Final = 0.9
 """Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
-
-_FEW: Final = 8
-"""With at most this many devices, all groupings are tried."""
-
-_MOST_SIMULATED: Final = 1 << 11
-"""Up to this product, the simulator decides about orders, microbatches and shares."""
-
-MOST_CUT_WITH_CARE: Final = 32
-"""Up to this many stages, cuts are improved on the simulator."""
-
-_MOST_REFINED: Final = 8
-_MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
-_MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
-"""How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
 
 
 class _Look(NamedTuple):
@@ -90,6 +76,7 @@ class GroupingSearch:
         self._profile = placer.profile
         self._cluster = placer.cluster
         self._request = placer.request
+        self._effort = placer.request.effort
         self._alike = interchangeable(self._cluster)
         self._tried: dict[int, Tried] = {}
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
@@ -102,10 +89,12 @@ class GroupingSearch:
                 machines.
             ConfigurationError: the request has unknown ranks, or one rank twice.
         """
-        second, finished = (
-            next(most for limit, most in table if self._cluster.num_ranks <= limit)
-            for table in (_MOST_SECOND_LOOKS, _MOST_FINISHED)
-        )
+        effort, num_ranks = self._effort, self._cluster.num_ranks
+        second, finished = effort.groupings_simulated, effort.groupings_finished
+        if num_ranks > effort.few_ranks:
+            second //= 3 if num_ranks <= MOST_STAGES else 6
+        if num_ranks > MOST_STAGES:
+            finished = 1
         again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
         found = [self._finished(look) for look in _highest(again, finished)]
         best = max(found, key=lambda one: one.samples_per_second)
@@ -165,7 +154,7 @@ class GroupingSearch:
 
     def _is_hopeless(self, groups: Groups, seen: Sequence[_Look]) -> bool:
         """Whether a grouping cannot come near the best of those evaluated."""
-        if self._cluster.num_ranks <= _FEW or not seen:
+        if self._cluster.num_ranks <= self._effort.few_ranks or not seen:
             return False
         promising = _PROMISING * max(look.rate for look in seen)
         if self._most_per_second(groups) < promising:
@@ -273,18 +262,20 @@ class GroupingSearch:
         placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
             return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
-        ranked = self._ranked(placed, cost, MOST_ORDERS)
+        ranked = self._ranked(placed, cost, self._effort.orders)
         placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
-        orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
+        orders = tuple(
+            ranks for ranks, step in ranked[: self._effort.orders_cut] if math.isfinite(step)
+        )
         return _Look(self._placer.rate(placed, cuts, cost), placed, cuts, orders)
 
     def _finished(self, look: _Look) -> Arrangement:
         """Finds the best order, microbatches, shares and cuts of a grouping."""
         cost, placed = self._placer.simulator, look.placed
         if self._is_large:
-            ranked = self._ranked(placed, cost, MOST_ORDERS)
+            ranked = self._ranked(placed, cost, self._effort.orders)
             placed = self._in_best_order(placed, ranked)
-        elif self._cluster.num_ranks <= _FEW:
+        elif self._cluster.num_ranks <= self._effort.few_ranks:
             # Which of the best orders is the best may depend on the exact cuts.
             cut = []
             for ranks in look.orders:
@@ -295,13 +286,13 @@ class GroupingSearch:
             placed = self._in_best_order(placed, ranked)
         else:
             placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
-        if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
+        if not self._is_large and self._num_actions(placed) <= self._effort.actions_simulated:
             placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
         found = self._cut_with_care(placed)
         if placed.batch_shares != self._request.batch_shares:
             with suppress(PlanError):
                 equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
-                if found.samples_per_second < WORTH_SHARES * equal.samples_per_second:
+                if found.samples_per_second < WORTH_CHANGING * equal.samples_per_second:
                     return equal
         return found
 
@@ -311,7 +302,7 @@ class GroupingSearch:
             return self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
-        if stages > MOST_CUT_WITH_CARE:
+        if stages > self._effort.stages_cut:
             return found
         # The best cut for each virtual machine need not be the best for the rings between them.
         careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
@@ -366,7 +357,7 @@ class GroupingSearch:
                 return math.inf
 
         starts = (self._by_rule(preferred), placed.ranks)
-        if self._cluster.num_ranks <= _FEW:
+        if self._cluster.num_ranks <= self._effort.few_ranks:
             return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
         # To compare orders it is enough that each device keeps its number of layers, which is much
         # faster.
@@ -428,7 +419,7 @@ class GroupingSearch:
             powers = tuple(
                 math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
             )
-            if max(powers) > WORTH_SHARES * min(powers):
+            if max(powers) > WORTH_CHANGING * min(powers):
                 yield powers
 
     def _in_fitting_order(self, placed: Candidate) -> Candidate | None:
@@ -455,7 +446,7 @@ class GroupingSearch:
             yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
             yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
         alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= MOST_ORDERS:
+        if num_orders(alike) <= self._effort.orders:
             yield from distinct_orders(machine, alike)
 
 

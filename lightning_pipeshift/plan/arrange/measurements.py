@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeshift.plan.arrange.plan_builder import lane_shares_of, prediction_of
-from lightning_pipeshift.plan.cost.prediction import Prediction
-from lightning_pipeshift.plan.cost.workload import passing_bytes, window_bytes
-from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.arrange.request import Arrangement
+from lightning_pipeshift.plan.cost.prediction import Pipelines, Prediction
+from lightning_pipeshift.plan.cost.workload import Cut, passing_bytes, window_bytes, workload_of
+from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.plan.offload.problem import Problem
 
 Memory = Sequence[Sequence[float]]
 """Peaks in bytes, per virtual machine and stage."""
@@ -33,18 +37,79 @@ class Measured:
     ranks: Sequence[Sequence[int]]
     waited_seconds: Sequence[float] = ()
 
-    def prediction(self, plan: Plan) -> Prediction:
-        """The simulator's prediction of a plan."""
-        ranks = self.ranks_of(plan)
-        return prediction_of(plan, self.profile, self.cluster, ranks)
-
     def ranks_of(self, plan: Plan) -> Sequence[Sequence[int]]:
         """The ranks of each virtual machine under a plan, in stage order."""
         return plan.ranks or self.ranks
 
+    def plan(
+        self,
+        schedule: str,
+        microbatches: int,
+        cuts: Sequence[Cut],
+        swaps: tuple[tuple[Swap, ...], ...] = (),
+    ) -> Plan:
+        """The plan with known cuts, with its prediction if the layers' times are known.
+
+        Args:
+            schedule: by name.
+            microbatches: of a virtual machine's batch.
+            cuts: one for each virtual machine.
+            swaps: of saved tensors, for each of them.
+        """
+        first = self.profile.times_on(self.cluster.devices[self.ranks[0][0]])
+
+        def of_each(name: str) -> tuple[tuple[int, ...], ...]:
+            layers = tuple(tuple(sorted(getattr(cut, name))) for cut in cuts)
+            return layers if any(layers) else ()
+
+        plan = Plan(
+            layers=tuple(
+                LayerRecord(layer.name, layer.parameter_bytes, seconds, layer.payload_bytes)
+                for layer, seconds in zip(self.profile.layers, first.forward, strict=True)
+            ),
+            placement=Placement(tuple(cut.counts for cut in cuts)),
+            schedule=schedule,
+            microbatches=microbatches,
+            recompute=of_each("recompute"),
+            swaps=swaps if any(swaps) else (),
+            optimizer_on_host=of_each("optimizer_on_host"),
+            weights_on_host=of_each("weights_on_host"),
+        )
+        if any(first.forward):
+            plan = replace(plan, lane_shares=self.lane_shares(plan))
+            plan = replace(plan, prediction=self.prediction(plan))
+        return plan
+
+    def prediction(self, plan: Plan) -> Prediction:
+        """The simulator's prediction of a plan."""
+        swaps = [plan.swapped(vm) for vm in range(len(self.ranks))]
+        return self._pipelines(plan).predicted(swaps, plan.lane_shares)
+
     def lane_shares(self, plan: Plan) -> tuple[float, ...]:
-        """See :func:`~lightning_pipeshift.plan.arrange.plan_builder.lane_shares_of`."""
-        return lane_shares_of(plan, self.profile, self.cluster, self.ranks_of(plan))
+        """The part of all gradient bytes that each lane is to carry, so that a plan's step is
+        shortest; empty if the step waits for all gradients, or there are none to send.
+        """
+        if not self.profile.overlaps_updates or len(self.ranks) == 1 or plan.is_asynchronous:
+            return ()
+        return self._pipelines(plan).best_lane_shares()
+
+    def problems(
+        self, schedule: str, microbatches: int, policy: Policy | None, recompute: str = "auto"
+    ) -> list[Problem]:
+        """The input of the search for the cut of each virtual machine.
+
+        Args:
+            schedule: by name.
+            microbatches: of a virtual machine's batch.
+            policy: see :class:`~lightning_pipeshift.plan.offload.problem.Problem`, as for
+                ``recompute``.
+        """
+        profile, cluster = self.profile, self.cluster
+        found = []
+        for ranks in self.ranks:
+            workload = workload_of(profile, cluster, ranks, schedule, microbatches)
+            found.append(Problem.of(profile, workload, cluster, ranks, policy, recompute))
+        return found
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
         """The same measurements, plus the time by which a real step exceeded the simulated one: for
@@ -152,6 +217,12 @@ class Measured:
             found.append(held + passing + window_bytes(waiting) + max(at_once, default=0))
         return found
 
+    def _pipelines(self, plan: Plan) -> Pipelines:
+        ranks, how = self.ranks_of(plan), (plan.schedule, plan.microbatches)
+        workloads = [workload_of(self.profile, self.cluster, machine, *how) for machine in ranks]
+        cuts = [plan.cut(vm) for vm in range(len(ranks))]
+        return Pipelines(self.profile, self.cluster, ranks, workloads, cuts)
+
     def _weights(self, plan: Plan, vm: int, layer: int) -> int:
         found = self.profile.layers[layer]
         on_host = layer in plan.weights_on_host_of(vm)
@@ -167,3 +238,19 @@ class Measured:
             for vm, (ranks, peaks) in enumerate(zip(self.ranks_of(plan), memory_bytes, strict=True))
             for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
         ]
+
+
+def plan_of_arrangement(found: Arrangement, profile: Profile, cluster: Cluster) -> Plan:
+    """A planner's result as a plan with its ranks and their kinds, for another run to use."""
+    plan = Measured(profile, cluster, found.ranks).plan(
+        found.schedule, found.microbatches, found.cuts
+    )
+    kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in found.ranks]
+    return replace(
+        plan,
+        swaps=found.swaps,
+        ranks=found.ranks,
+        kinds=tuple(map(tuple, kinds)),
+        batch_shares=found.batch_shares or (),
+        prediction=found.prediction,
+    )

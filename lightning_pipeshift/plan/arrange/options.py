@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.arrange.request import PlanRequest
@@ -20,6 +20,13 @@ from lightning_pipeshift.plan.schedule.schedules import (
     MOST_MICROBATCHES,
     schedule_named,
 )
+
+_WORDS: Final = {
+    "process_group_backend": (None, "nccl", "gloo"),
+    "gradient_aggregation": ("auto", "ring", "allreduce"),
+    "recompute": ("auto", "full", "none"),
+}
+"""The options that are one of a few words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +70,10 @@ class Options:
                 " number of layers of each stage ([5, 4]), or one such list for each virtual"
                 " machine."
             )
-        if self.process_group_backend not in (None, "nccl", "gloo"):
-            raise ConfigurationError(
-                f"process_group_backend={self.process_group_backend!r}: allowed are 'nccl', 'gloo',"
-                " and None for a choice by the devices."
-            )
+        for name, allowed in _WORDS.items():
+            if (word := getattr(self, name)) not in allowed:
+                words = ", ".join(map(repr, allowed))
+                raise ConfigurationError(f"{name}={word!r}: allowed are {words}.")
         if not isinstance(self.plan, Plan | None):
             raise ConfigurationError(
                 f"plan={self.plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
@@ -75,15 +81,6 @@ class Options:
         if self.virtual_machines is not None:
             check_spec(self.virtual_machines)
         check_shares(self.batch_shares, None)
-        if self.gradient_aggregation not in ("auto", "ring", "allreduce"):
-            raise ConfigurationError(
-                f"gradient_aggregation={self.gradient_aggregation!r}: allowed are 'ring',"
-                " 'allreduce' and 'auto'."
-            )
-        if self.recompute not in ("auto", "full", "none"):
-            raise ConfigurationError(
-                f"recompute={self.recompute!r}: allowed are 'auto', 'full' and 'none'."
-            )
         _check_profile_steps(self.profile_steps)
         _check_seconds("heartbeat_timeout", self.heartbeat_timeout, 1.0)
         _check_seconds("stall_timeout", self.stall_timeout, 0.0)

@@ -20,11 +20,9 @@ from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
-from lightning_pipeshift.plan.arrange.grouping_search import MOST_CUT_WITH_CARE, GroupingSearch
+from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import (
-    MOST_ORDERS,
-    WORTH_REORDERING,
     Order,
     distinct_orders,
     interchangeable,
@@ -32,6 +30,7 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 )
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.cut_search import PARTS, best_split, fastest
 from lightning_pipeshift.plan.offload.peers import mapping_score
@@ -40,11 +39,6 @@ from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.local_search import WORTH_INSIDE
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-_MOST_COMPRESSED: Final = 6
-"""The number of orders and cuts of a virtual machine for which the handling of saved tensors is
-planned.
-"""
 
 _EQUAL_STEPS: Final = 1.05
 """Steps that differ by less count as equal until the swaps are known."""
@@ -253,8 +247,8 @@ class _Planner:
         others = [option for option in options if option.order != given]
         best: tuple[float, Order, Compressed] | None = None
         errors = []
-        for option in own + others[:_MOST_COMPRESSED]:
-            reordered = 1.0 if option.order == given else WORTH_REORDERING
+        for option in own + others[: self._request.effort.orders_compressed]:
+            reordered = 1.0 if option.order == given else WORTH_CHANGING
             # Swaps can only make a step longer.
             if best is not None and reordered * option.seconds >= best[0]:
                 continue
@@ -278,7 +272,7 @@ class _Planner:
         """The boundaries for cuts near an option; none if the request fixes the cuts, or there are
         too many.
         """
-        if self._request.partition != "auto" or len(option.order) > MOST_CUT_WITH_CARE:
+        if self._request.partition != "auto" or len(option.order) > self._request.effort.stages_cut:
             return frozenset()
         return cuts_to_try(self._profile, len(option.order))
 
@@ -313,11 +307,11 @@ class _Planner:
         if self._request.has_order or self._request.policy is None:
             return
         alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= MOST_ORDERS:
+        if num_orders(alike) <= self._request.effort.orders:
             yield from (order for order in distinct_orders(machine, alike) if order != machine)
             return
         pairs = itertools.combinations(range(len(machine)), 2)
-        for one, other in itertools.islice(pairs, MOST_ORDERS):
+        for one, other in itertools.islice(pairs, self._request.effort.orders):
             if alike[one] != alike[other]:
                 order = list(machine)
                 order[one], order[other] = order[other], order[one]
@@ -328,7 +322,7 @@ class _Planner:
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
         request = self._request
-        how = request.policy, request.recompute, request.caution
+        how = request.policy, request.recompute, request.caution, request.effort
         return Problem.of(self._profile, workload, placed.links, order, *how)
 
     # --- the result ---

@@ -10,6 +10,7 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
@@ -42,6 +43,7 @@ class PlanRequest:
         caution: the factor for the times of swaps under which a plan still works, if there is one.
             Ranks that share a host share its memory's bandwidth; and with a plan whose transfers
             all end just in time, the compute would wait for most of them.
+        effort: the limits of the search.
 
     Raises PlanError if these contradict each other.
     """
@@ -58,6 +60,7 @@ class PlanRequest:
     may_share: bool = True
     may_reorder: bool = False
     caution: float = 2.0
+    effort: Effort = USUAL
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):

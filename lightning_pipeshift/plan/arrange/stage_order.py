@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
-from typing import Final
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.profile import Profile
 
 Order = tuple[int, ...]
@@ -16,13 +16,6 @@ Order = tuple[int, ...]
 
 Orders = tuple[Order, ...]
 """The orders of all virtual machines."""
-
-MOST_ORDERS: Final = 120
-"""If a virtual machine has at most this many orders of stages (those of five), all are tried;
-otherwise, pairs are swapped."""
-
-WORTH_REORDERING: Final = 1.02
-"""The factor by which a step may be slower if the ranks keep the order in which they were given."""
 
 
 def by_ratio(
@@ -147,7 +140,7 @@ def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orde
         ranked: orders with their step times, as of :func:`ranked_orders`.
         machines: the ranks of each virtual machine, in the preferred order.
     """
-    limit = WORTH_REORDERING * min(seconds for _, seconds in ranked)
+    limit = WORTH_CHANGING * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
     return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
 

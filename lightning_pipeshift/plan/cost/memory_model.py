@@ -39,8 +39,8 @@ LENDING_SECONDS: Final = 3e-4
 """The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
 and announce the tensor."""
 
-_MOST_EFFECTS: Final = 1024
-"""The number of cached effects of stages, some 100 KB each."""
+_MOST_TIMELINES, _MOST_EFFECTS = 256, 1024
+"""The numbers of cached timelines, up to 1 MB each, and effects of stages, some 100 KB each."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,9 @@ class Footprints:
         # Where no copy takes time from the compute, all swaps have the same times of actions.
         timed = cut, tuple(swaps) if self._links.copying else ()
         if timed not in self._timelines:
+            if len(self._timelines) >= _MOST_TIMELINES:
+                self._timelines.clear()
+                self._moments.clear()
             self._timelines[timed] = self._with_waits(cut, timed[1]).timeline(cut)
         timeline = self._timelines[timed]
         found = []

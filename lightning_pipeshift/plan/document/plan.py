@@ -32,6 +32,7 @@ from lightning_pipeshift.errors import (
 from lightning_pipeshift.files import write_text
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
+from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.text_plan import draw
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
@@ -262,6 +263,11 @@ class Plan:
     def weights_on_host_of(self, vm: int) -> frozenset[int]:
         """The layers of a virtual machine whose weights wait in host memory."""
         return frozenset(self.weights_on_host[vm]) if self.weights_on_host else frozenset()
+
+    def cut(self, vm: int) -> Cut:
+        """A virtual machine's cut, for the planner."""
+        on_host = self.optimizer_on_host_of(vm), self.weights_on_host_of(vm)
+        return Cut(self.placement.counts[vm], self.recomputed(vm), *on_host)
 
     def swapped(self, vm: int) -> tuple[Swap, ...]:
         """The swaps of a virtual machine, and what recomputed layers keep, without the swaps that

@@ -35,12 +35,6 @@ from lightning_pipeshift.plan.offload.problem import Problem
 SMALLEST_BYTES: Final = 1 << 16
 """A smaller tensor is swapped only if nothing else fits."""
 
-_MOST_IMPROVED: Final = 2
-_MOST_TRIALS: Final = 500
-_MOST_TRIED_TENSORS: Final = 1 << 17
-"""How many assignments are tried, and how many tensors these may have together: beyond that, a
-result is not improved any more."""
-
 CLOSE: Final = 1.001
 """A result within this factor of the lower bound is not improved further."""
 
@@ -64,11 +58,6 @@ KEEP: Final = Option("keep", "keep")
 RECOMPUTE: Final = Option(None, None)
 
 
-def most_trials(num_tensors: int) -> int:
-    """How many assignments of this many tensors are tried."""
-    return min(_MOST_TRIALS, _MOST_TRIED_TENSORS // max(1, num_tensors))
-
-
 class Search:
     """The search for one cut.
 
@@ -84,7 +73,7 @@ class Search:
         self._score, self._footprint = self.assignments.score, self.assignments.footprint
         self._sizes, self._owner = problem.sizes, self.assignments.owner
         self._stages = self.assignments.stages
-        self._most_trials = most_trials(len(self._sizes))
+        self._most_trials = problem.effort.trials(len(self._sizes))
         self._lenders: dict[int, list[Lenders]] = {}
         #: By stage and option, the last known cost of a freed byte.
         self._rates: dict[tuple[int, Option], float] = {}
@@ -135,7 +124,7 @@ class Search:
                     for key in keys
                 ]
                 found.append(self._relaxed({**dict.fromkeys(keys, way), **start}))
-        best = sorted(found, key=self._score)[:_MOST_IMPROVED]
+        best = sorted(found, key=self._score)[:2]
         now = min((self._improved(one) for one in best), key=self._score)
         return self._improved(now, repairs=True)
 

@@ -24,7 +24,6 @@ from lightning_pipeshift.plan.offload.assignment_search import (
     CLOSE,
     SMALLEST_BYTES,
     Search,
-    most_trials,
 )
 from lightning_pipeshift.plan.offload.budget_error import over_budget
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
@@ -201,7 +200,7 @@ def _climbed(
     else the fastest.
     """
     workload = problem.workload
-    most, num_trials = most_trials(len(problem.sizes)), 0
+    most, num_trials = problem.effort.trials(len(problem.sizes)), 0
     bounds: dict[Counts, float] = {}
     best: tuple[float, float] = (math.inf, math.inf)
     found: Compressed | None = None

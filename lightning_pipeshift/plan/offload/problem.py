@@ -11,6 +11,7 @@ from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, li
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.workload import ROUNDING, Cut, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
@@ -43,7 +44,8 @@ class Problem:
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
         weights_on_host: the layers whose weights are in host memory while they wait.
-        caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`.
+        caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`, as for
+            ``effort``.
     """
 
     profile: Profile
@@ -55,6 +57,7 @@ class Problem:
     caution: float = 2.0
     optimizer_on_host: frozenset[int] = frozenset()
     weights_on_host: frozenset[int] = frozenset()
+    effort: Effort = USUAL
 
     @classmethod
     def of(
@@ -66,6 +69,7 @@ class Problem:
         policy: Policy | None,
         recompute: str = "auto",
         caution: float = 2.0,
+        effort: Effort = USUAL,
     ) -> Problem:
         """The problem of a virtual machine whose stages are these ranks of a cluster."""
         devices = [cluster.devices[rank] for rank in ranks]
@@ -74,7 +78,8 @@ class Problem:
         if policy is None:
             layers = tuple(replace(layer, tensors=()) for layer in profile.layers)
             profile = replace(profile, layers=layers)
-        return cls(profile, workload, links, limits, policy, recompute, caution)
+        how = policy, recompute, caution
+        return cls(profile, workload, links, limits, *how, effort=effort)
 
     @cached_property
     def footprints(self) -> Footprints:

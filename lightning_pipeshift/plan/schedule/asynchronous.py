@@ -83,18 +83,6 @@ def _num_behind(stage: int, num_stages: int) -> int:
     return num_stages - 1 - stage
 
 
-def update_of(minibatch: int, num_accumulated: int) -> int:
-    """The update that a minibatch's gradient is part of, in ``async-2bw``."""
-    return minibatch // num_accumulated
-
-
-def version_used(minibatch: int, num_accumulated: int) -> int:
-    """How many updates are in the weights that a minibatch uses, forward and backward, in
-    ``async-2bw``: all but the last one before its own, if there is one.
-    """
-    return max(0, update_of(minibatch, num_accumulated) - 1)
-
-
 def weight_versions(schedule: str, num_stages: int, num_accumulated: int = 1) -> tuple[int, ...]:
     """The largest number of versions of its trained weights that each stage holds.
 

@@ -3,10 +3,11 @@
 CN115454655A: minibatches before the cut-over keep the old structure, forward and backward, and
 later ones have the new structure. The old owner goes on to update the layers until its last
 minibatch has returned, so the new owner gets their weights again and again: the old owner sends its
-newest before each of its forwards, in a thread and on a connection of its own, and the new owner
-uses for each forward exactly the version that ``newest_update_after_move`` says. The last version
-comes with the optimizer's state, which the patent does not mention. The old owner frees nothing
-before the new owner has acknowledged it.
+newest before each of its forwards, in a thread and on a connection of its own. The new owner uses
+for each forward the version that the old owner would have used, until the last update of the old
+owner is among them: so which weights a forward uses does not depend on the speed of either. The
+last version comes with the optimizer's state, which the patent does not mention. The old owner
+frees nothing before the new owner has acknowledged it.
 
 A cut-over is the first minibatch of an update, so the gradients of one update all belong to one
 owner.

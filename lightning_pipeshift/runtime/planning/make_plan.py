@@ -8,14 +8,10 @@ from typing import Any
 
 from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.plan_builder import (
-    cut_of,
-    plan_of,
-    workloads_of,
-)
 from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.cost.workload import Sharers, Workload
+from lightning_pipeshift.plan.cost.workload import Sharers
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.flow import Flow
@@ -24,7 +20,6 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.cut_search import best_split
-from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.text import count_text
@@ -173,8 +168,28 @@ def make_plan(
     if settings.plan is not None:
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
-    workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
-    made = _made(settings, profile, cluster, topology, current, idle, workloads)
+    fixed: Sequence[tuple[int, ...]] | None = None
+    if settings.partition != "auto" or max(topology.stages_per_vm) == 1:
+        fixed = resolve(
+            settings.partition,
+            num_layers=profile.num_layers,
+            stages_per_vm=topology.stages_per_vm,
+            idle=idle,
+            possible=profile.possible_cuts,
+        ).counts
+    policy = settings.memory.policy if settings.memory is not None else None
+    measured = Measured(profile, cluster, topology.ranks)
+    found = []
+    for vm, problem in enumerate(
+        measured.problems(settings.schedule, microbatches, policy, settings.recompute)
+    ):
+        if current is not None and settings.is_asynchronous:
+            sharers = sharers_of(profile, current.placement.stages(vm))
+            problem = replace(problem, workload=replace(problem.workload, sharers=sharers))
+        counts = fixed[vm] if fixed is not None else None
+        found.append(best_split(problem, counts, [current.cut(vm)] if current is not None else []))
+    cuts, swaps = [each.cut for each in found], tuple(each.swaps for each in found)
+    made = measured.plan(settings.schedule, microbatches, cuts, swaps)
     return replace(made, ranks=topology.ranks)
 
 
@@ -204,51 +219,6 @@ def best_topology(
         may_reorder=True,
     )
     return Topology(arrange(profile, cluster, request).ranks)
-
-
-def _made(
-    settings: Settings,
-    profile: Profile,
-    cluster: Cluster,
-    topology: Topology,
-    current: Plan | None,
-    idle: Collection[int],
-    workloads: list[Workload],
-) -> Plan:
-    """The plan of :func:`make_plan`, without ranks."""
-    microbatches = settings.num_microbatches(topology.stages_per_vm)
-    if current is not None and settings.is_asynchronous:
-        workloads = [
-            replace(workload, sharers=sharers_of(profile, current.placement.stages(vm)))
-            for vm, workload in enumerate(workloads)
-        ]
-    fixed: Sequence[tuple[int, ...]] | None = None
-    if settings.partition != "auto" or max(topology.stages_per_vm) == 1:
-        fixed = resolve(
-            settings.partition,
-            num_layers=profile.num_layers,
-            stages_per_vm=topology.stages_per_vm,
-            idle=idle,
-            possible=profile.possible_cuts,
-        ).counts
-    policy = settings.memory.policy if settings.memory is not None else None
-    found = [
-        best_split(
-            Problem.of(profile, workload, cluster, ranks, policy, settings.recompute),
-            fixed[vm] if fixed is not None else None,
-            [cut_of(current, vm)] if current is not None else [],
-        )
-        for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
-    ]
-    return plan_of(
-        profile,
-        cluster,
-        topology.ranks,
-        settings.schedule,
-        microbatches,
-        [each.cut for each in found],
-        tuple(each.swaps for each in found),
-    )
 
 
 def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]:

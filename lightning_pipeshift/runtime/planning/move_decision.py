@@ -10,11 +10,9 @@ from typing import Final
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.policy_choices import follows
-from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
@@ -181,18 +179,12 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
     when the plan was made: those saved by code between the layers."""
     if settings.memory is None:
         return True
-    profile, cluster = measured.profile, measured.cluster
-    machines = measured.ranks_of(plan)
-    workloads = workloads_of(profile, cluster, machines, plan.schedule, plan.microbatches)
+    policy, recompute = settings.memory.policy, settings.recompute
+    problems = replace(measured, ranks=measured.ranks_of(plan)).problems(
+        plan.schedule, plan.microbatches, policy, recompute
+    )
     return all(
-        follows(
-            Problem.of(
-                profile, workload, cluster, ranks, settings.memory.policy, settings.recompute
-            ),
-            cut_of(plan, vm),
-            plan.swapped(vm),
-        )
-        for vm, (ranks, workload) in enumerate(zip(machines, workloads, strict=True))
+        follows(problem, plan.cut(vm), plan.swapped(vm)) for vm, problem in enumerate(problems)
     )
 
 

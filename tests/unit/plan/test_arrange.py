@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
+from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import _Planner, arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.effort import Effort
 from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, RecomputeAll, SwapAll
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.plan.offload.assignment import Assignments
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.swapping import least_seconds, little_memory
 
@@ -321,3 +323,19 @@ def test_a_layer_that_holds_some_tensors_and_recomputes_the_rest_beats_both(num_
     assert found.samples_per_second > 1.05 * whole.samples_per_second
     with pytest.raises(BudgetError):
         arrange(costly(2 * num_stages, 0.9), cluster, replace(request, recompute="none"))
+
+
+def test_less_effort_tries_less_and_finds_nothing_better(monkeypatch):
+    given, cluster, request = little_memory(100_005, 3, 6, 2)
+    tried = []
+    evaluated = Assignments._evaluated
+    monkeypatch.setattr(
+        Assignments, "_evaluated", lambda self, way: tried.append(way) or evaluated(self, way)
+    )
+    usual = arrange(given, cluster, request)
+    num_usual = len(tried)
+    small = Effort(assignments=20, orders=1, orders_compressed=1)
+    found = arrange(given, cluster, replace(request, effort=small))
+    assert len(tried) - num_usual < num_usual / 2
+    assert keeps(found, cluster)
+    assert found.samples_per_second <= usual.samples_per_second * (1 + 1e-9)

@@ -10,9 +10,7 @@ from lightning_pipeshift.plan.schedule.asynchronous import (
     gradients_sent,
     require_equal_depths,
     turn,
-    update_of,
     updates_per_backward,
-    version_used,
     weight_versions,
 )
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
@@ -67,20 +65,6 @@ def test_no_stage_has_more_minibatches_in_flight_than_stages_are_left(num_stages
                 else:
                     in_flight.remove(action.microbatch)
         assert most == num_stages - stage
-
-
-@pytest.mark.parametrize("num_accumulated", [1, 2, 3, 4, 7])
-def test_two_versions_suffice(num_accumulated: int) -> None:
-    """While the minibatches of a pipeline of that depth are in flight, which versions they use."""
-    for newest in range(5 * num_accumulated):
-        in_flight = range(max(0, newest - num_accumulated + 1), newest + 1)
-        assert len({version_used(k, num_accumulated) for k in in_flight}) <= 2
-        # An update is complete before any minibatch needs it.
-        assert version_used(newest, num_accumulated) <= update_of(in_flight[0], num_accumulated)
-
-
-def test_the_versions_of_two_minibatches_an_update() -> None:
-    assert [version_used(k, 2) for k in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
 
 
 def test_weight_versions() -> None:

@@ -19,8 +19,8 @@ from lightning_pipeshift.plan.schedule.cut_over import (
     backward_before,
     cut_over,
     newest_update,
-    newest_update_after_move,
 )
+from tests.unit.plan.staleness import newest_update_after_move
 
 MOST_STAGES = 8
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.plan_builder import lane_shares_of, plan_of
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.lanes import (
     MOST_PIECES,
     PIECE_BYTES,
@@ -286,7 +286,7 @@ def test_a_plan_has_the_lanes_where_updates_overlap() -> None:
 
     def made(overlaps: bool) -> Plan:
         profile = model([1.0] * 4, [100] * 4, overlaps_updates=overlaps)
-        return plan_of(profile, hosts, ranks, "1f1b", 2, cuts)
+        return Measured(profile, hosts, ranks).plan("1f1b", 2, cuts)
 
     assert made(False).lane_shares == ()
     plan = made(True)
@@ -297,17 +297,17 @@ def test_a_plan_has_the_lanes_where_updates_overlap() -> None:
     assert read.prediction is not None
     # Those of one placement say nothing of another.
     assert plan.with_placement(plan.placement).lane_shares == ()
-    asynchronous = plan_of(
-        model([1.0] * 4, [100] * 4, overlaps_updates=True), hosts, ranks, "async-2bw", 1, cuts
+    asynchronous = Measured(model([1.0] * 4, [100] * 4, overlaps_updates=True), hosts, ranks).plan(
+        "async-2bw", 1, cuts
     )
     assert asynchronous.lane_shares == ()
     alone = model([1.0] * 4, [100] * 4, overlaps_updates=True)
-    assert lane_shares_of(plan, alone, hosts, [[0, 1]]) == ()
+    assert Measured(alone, hosts, [[0, 1]]).lane_shares(plan) == ()
 
 
 @pytest.mark.parametrize("shares", [[0.5, 0.4], [0.0, 1.0], [1.5, -0.5], [1 / 6] * 6])
 def test_impossible_shares_are_named(shares: list[float]) -> None:
-    text = plan_of(model([1.0], [100]), TWO_HOSTS, [[0]], "1f1b", 1, [Cut((1,))]).to_json()
+    text = Measured(model([1.0], [100]), TWO_HOSTS, [[0]]).plan("1f1b", 1, [Cut((1,))]).to_json()
     wrong = text.replace('"placement"', f'"lane_shares": {shares}, "placement"')
     assert wrong != text
     with pytest.raises(PlanError, match="'lane_shares'"):

@@ -34,8 +34,11 @@ def test_a_plans_shares_come_before_those_that_were_given():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gradient_aggregation": "tree"}, "gradient_aggregation='tree': allowed are 'ring'"),
-        ({"recompute": "some"}, "recompute='some': allowed are 'auto', 'full' and 'none'"),
+        (
+            {"gradient_aggregation": "tree"},
+            "gradient_aggregation='tree': allowed are 'auto', 'ring', 'allreduce'",
+        ),
+        ({"recompute": "some"}, "recompute='some': allowed are 'auto', 'full', 'none'"),
         ({"profile_steps": -1}, "profile_steps=-1: pass a whole number"),
         ({"profile_steps": 2.5}, "profile_steps=2.5"),
         ({"heartbeat_timeout": 0.5}, "heartbeat_timeout=0.5: pass a number of seconds, 1 or more"),

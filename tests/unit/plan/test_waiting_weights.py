@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.plan.arrange.plan_builder import cut_of, plan_of
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import window_bytes, workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
@@ -96,7 +96,7 @@ def test_a_plan_keeps_them_and_says_so() -> None:
     times = KindProfile((FORWARD,) * NUM_LAYERS, (BACKWARD,) * NUM_LAYERS)
     profile = Profile(layers, {"cpu": times}, microbatches=NUM_MICROBATCHES)
     cluster = Cluster((Device("h", "cpu"),))
-    plan = plan_of(profile, cluster, ((0,),), "1f1b", NUM_MICROBATCHES, (found.cut,))
-    assert cut_of(plan, 0) == found.cut
+    plan = Measured(profile, cluster, ((0,),)).plan("1f1b", NUM_MICROBATCHES, (found.cut,))
+    assert plan.cut(0) == found.cut
     assert Plan.from_json(plan.to_json()) == plan
     assert "the waiting weights of 3 of 8 layers in host memory" in str(plan)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeshift.plan.schedule.cut_over import newest_update_after_move
 from tests.asynchronous_reference import train
+from tests.unit.plan.staleness import newest_update_after_move
 
 
 class Times(nn.Module):

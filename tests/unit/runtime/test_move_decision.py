@@ -11,7 +11,6 @@ import pytest
 
 from lightning_pipeshift import PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.arrange.plan_builder import plan_of
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
@@ -47,10 +46,7 @@ def decider(min_gain: float = 0.05) -> Decider:
 
 
 def plan(counts: Sequence[int] = (4, 4)) -> Plan:
-    found = measured(1.0)
-    return plan_of(
-        found.profile, found.cluster, TOPOLOGY.ranks, "1f1b", MICROBATCHES, [Cut(tuple(counts))]
-    )
+    return measured(1.0).plan("1f1b", MICROBATCHES, [Cut(tuple(counts))])
 
 
 def window(

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_pipeshift.commands.running import shown
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.arrange.plan_builder import plan_of
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
@@ -26,7 +25,7 @@ def waits(speed: float = 1.0, bandwidth: float = 1e12, waited: tuple[float, ...]
     devices = tuple(Device("here", "cpu", speed=speed if rank == 0 else 1.0) for rank in range(3))
     cluster = Cluster(devices, inside=Link(0, 1e12), ranks={(0, 1): Link(0, bandwidth)})
     measured = Measured(Profile(layers, kinds, 1.0, 4), cluster, RANKS, waited)
-    plan = plan_of(measured.profile, cluster, RANKS, "1f1b", 4, [Cut((2, 2, 2))])
+    plan = measured.plan("1f1b", 4, [Cut((2, 2, 2))])
     return waits_of(plan, measured)
 
 
