@@ -236,17 +236,20 @@ class OptimizerStates:
                 group["params"] = [p for p in parameters if id(p) not in moved]
             plain(**kwargs)
             while coming:
-                layer = coming.popleft()
-                layer.finish()
-                own = set(map(id, self._layers[layer.layer]))
+                arrived = coming.popleft()
+                arrived.finish()
+                layer, promised_bytes = arrived.layer, arrived.promised_bytes
+                # Otherwise it would keep the state's memory when that has left.
+                del arrived
+                own = set(map(id, self._layers[layer]))
                 for group, parameters in zip(groups, everything, strict=True):
                     group["params"] = [p for p in parameters if id(p) in own]
-                before = self._device_bytes(optimizer, layer.layer)
+                before = self._device_bytes(optimizer, layer)
                 plain(**kwargs)
-                self._promised_bytes -= layer.promised_bytes
+                self._promised_bytes -= promised_bytes
                 # The first step makes the state.
-                self.traffic.count(self._device_bytes(optimizer, layer.layer) - before)
-                self._evict(optimizer, layer.layer)
+                self.traffic.count(self._device_bytes(optimizer, layer) - before)
+                self._evict(optimizer, layer)
                 self._prefetch(optimizer, waiting, coming)
         finally:
             for group, parameters in zip(groups, everything, strict=True):
