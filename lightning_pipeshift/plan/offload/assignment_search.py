@@ -6,10 +6,10 @@ short, host swaps where there is time for them, recomputation where both cost mo
 alternative if memory or time is missing. Here the simulator also models the stages' idle time, so
 the search finds that a recomputation in it costs nothing.
 
-It begins with what is fixed, with the recomputation that would be the best if nothing moved, and
-with all recomputation that costs no time, so that stages with idle time have memory to lend. Stages
-that lack memory then use one option after the other, each for as many tensors as its cost per byte
-stays low; and the result is improved layer by layer, and tensor by tensor.
+It begins with what is fixed, and with all recomputation that costs no time, so that stages with
+idle time have memory to lend. Stages that lack memory then use one option after the other, each for
+as many tensors as its cost per byte stays low; and the result is improved layer by layer, and
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -181,15 +181,6 @@ class Search:
 
     def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
         """Assignments to begin with, each with lenders: what is fixed, also with recomputation."""
-        if self._problem.recompute == "auto":
-            for cut in self._problem.recomputation.cuts([self.assignments.cut.counts]):
-                keys = [
-                    key
-                    for groups in self._groups
-                    for layer in cut.recompute.intersection(groups)
-                    for key in groups[layer]
-                ]
-                yield {**start, **dict.fromkeys(keys, None)}, {}
         roomy = self._with_free_recomputation(start)
         for lenders, other in itertools.zip_longest(self._mappings(start), self._mappings(roomy)):
             if roomy != start:

@@ -15,7 +15,6 @@ from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 
 class MemoryLimits(NamedTuple):
@@ -85,11 +84,6 @@ class Problem:
     def footprints(self) -> Footprints:
         """The footprints of all plans for it."""
         return Footprints(self.profile, self.workload, self.links)
-
-    @cached_property
-    def recomputation(self) -> Recomputation:
-        """The recomputation of each range of layers on each stage, if nothing moves."""
-        return Recomputation(self.workload, self.recompute)
 
     @cached_property
     def sizes(self) -> dict[tuple[int, int], float]:
