@@ -329,9 +329,12 @@ def test_less_effort_tries_less_and_finds_nothing_better(monkeypatch):
     given, cluster, request = little_memory(100_005, 3, 6, 2)
     tried = []
     evaluated = Assignments._evaluated
-    monkeypatch.setattr(
-        Assignments, "_evaluated", lambda self, way: tried.append(way) or evaluated(self, way)
-    )
+
+    def counted(self, way):
+        tried.append(way)
+        return evaluated(self, way)
+
+    monkeypatch.setattr(Assignments, "_evaluated", counted)
     usual = arrange(given, cluster, request)
     num_usual = len(tried)
     small = Effort(assignments=20, orders=1, orders_compressed=1)
