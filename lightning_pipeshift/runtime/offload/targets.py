@@ -156,8 +156,9 @@ class _LocalBlock:
     def _leave(self, memory: Tensor) -> None:
         place = self._place
         claimed = {id(pool): size for pool, size in place.sizes(memory.nbytes)}
-        # A thread that is behind has less to do.
-        encoded = [] if self._is_forgotten else self._coding.encode(memory)
+        # A thread that is behind has less to do, unless a fetch waits for it.
+        is_needed = not self._is_forgotten or self._coming is not None
+        encoded = self._coding.encode(memory) if is_needed else []
         for flat in encoded:
             sizes = place.sizes(flat.numel())
             for (pool, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
