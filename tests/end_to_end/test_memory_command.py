@@ -72,15 +72,15 @@ def number(text: str) -> float:
 
 
 def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
-    shown = pipeshift(tmp_path, "memory", "--budget", "2.4MB", "--picture", "memory.png")
+    shown = pipeshift(tmp_path, "memory", "--budget", "1.4MB", "--picture", "memory.png")
     assert "LightningCLI's args" not in shown
     size = r"([\d.]+ \w+)"
-    heads = re.findall(rf"── stage (\d): at most {size} of 2.4 MB \({size} .*; {size}", shown)
+    heads = re.findall(rf"── stage (\d): at most {size} of 1.4 MB \({size} .*; {size}", shown)
     assert [head[0] for head in heads] == ["0", "1"]
     for _, most, static, before in heads:
-        assert number(static) < number(most) <= 2.4e6
+        assert number(static) < number(most) <= 1.4e6
         assert number(most) <= number(before)
-    assert number(heads[0][3]) > 2.4e6, "it would not fit if everything stayed"
+    assert number(heads[0][3]) > 1.4e6, "it would not fit if everything stayed"
     first = shown.split("── stage 1")[0]
     table = [line for line in first.splitlines() if re.search(r"(float32|bool)\[", line)]
     sizes = [re.search(r"\] +([\d.]+ k?B) ", line) for line in table]
@@ -112,21 +112,21 @@ def test_pictures_need_matplotlib_and_say_so_before_measuring(
 
 def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
     # One block and the head are left to the second stage: the first has to let go of something.
-    shown = pipeshift(tmp_path, "plan", "--budget", "2.4MB", "--host-budget", "100MB")
+    shown = pipeshift(tmp_path, "plan", "--budget", "1.4MB", "--host-budget", "100MB")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.prediction is not None
-    assert max(plan.prediction.memory_bytes[0]) <= 2.4 * MB
+    assert max(plan.prediction.memory_bytes[0]) <= 1.4 * MB
     assert any(plan.swaps) or any(plan.recompute)
     assert "least memory left" in shown
     measured = load_cluster(tmp_path / "plan.cluster.yaml")
-    assert {device.memory_bytes for device in measured.devices} == {2_400_000}
+    assert {device.memory_bytes for device in measured.devices} == {1_400_000}
     assert {device.host_bytes for device in measured.devices} == {100 * MB}
     assert min(device.host_bandwidth for device in measured.devices) > 0
     assert load_profile(tmp_path / "plan.profile.json").layers[0].tensors
     # A run with it ends with the same bits as one in which everything stays.
     own: dict[str, Any] = {"partition": "auto", "plan": plan, "profile_steps": 0}
     plain = run_ranks(train, 2, None, partition=[4, 3])
-    found = run_ranks(train, 2, {"budget": "2.4MB"}, **own)
+    found = run_ranks(train, 2, {"budget": "1.4MB"}, **own)
     for mine, theirs in zip(found, plain, strict=True):
         assert same_bits(mine, theirs)
         assert mine["figures"]["peak_bytes"] <= mine["figures"]["budget_bytes"]

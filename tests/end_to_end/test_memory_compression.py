@@ -331,8 +331,11 @@ def test_a_budget_is_kept_on_every_stage_and_costs_no_bit() -> None:
             assert same_bits(mine, theirs)
             figures = mine["figures"]
             assert 0 < figures["peak_bytes"] <= figures["budget_bytes"]
-        assert found[0]["figures"]["budget_bytes"] == pytest.approx(0.6 * held, rel=0.05)
+        # On the host there is room for optimizer state, too.
+        for_saved = found[0]["figures"]["budget_bytes"]
+        assert for_saved >= 0.95 * 0.6 * held
         if not host_budget:
+            assert for_saved == pytest.approx(0.6 * held, rel=0.05)
             assert all(mine["figures"]["host_peak_bytes"] == 0 for mine in found)
 
 

@@ -536,7 +536,7 @@ def test_arguments_that_do_not_fit_the_run(
         ({"batch_shares": [1, 0]}, "gives virtual machine 1 the share 0"),
         ({"batch_shares": [1, -2.0]}, "above 0"),
         ({"batch_shares": 3}, "one number for each"),
-        ({"gradient_aggregation": "star"}, "'ring', 'allreduce' and 'auto'"),
+        ({"gradient_aggregation": "star"}, "'auto', 'ring', 'allreduce'"),
     ],
 )
 def test_arguments_that_nobody_could_take(arguments: dict[str, Any], message: str) -> None:

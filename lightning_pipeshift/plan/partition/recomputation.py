@@ -89,10 +89,10 @@ class Recomputation:
     def _layers(self, counts: Counts) -> frozenset[int]:
         """The layers that are recomputed in a cut."""
         found: list[int] = []
-        for where in zip(*ranges_of(counts), strict=True):
+        for stage, begin, end in np.transpose(ranges_of(counts)).tolist():
+            where = stage, begin, end
             if self._lacking[where] > 0:
                 if where not in self._chosen:
-                    stage, begin, end = where
                     seconds = self._workload.forward[stage, begin:end]
                     chosen = light_cover(
                         self._freed[stage, begin:end], seconds, self._lacking[where]

@@ -100,6 +100,8 @@ def test_each_cut_gets_a_recomputation_that_is_near_the_fastest(recompute):
         found = recomputation.cuts(list(least))
         assert [cut.counts for cut in found] == list(least), f"seed {seed}"
         assert all(given.fits(cut) for cut in found), f"seed {seed}"
+        # A plan is written as JSON, which knows no numbers of NumPy.
+        assert {type(layer) for cut in found for layer in cut.recompute} <= {int}
         for cut in found:
             seconds, best = sum(given.costs(cut).recompute_seconds), least[cut.counts]
             bound = recomputation.seconds[ranges_of(cut.counts)].sum()
