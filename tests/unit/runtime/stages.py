@@ -26,6 +26,10 @@ from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 
 CPU = torch.device("cpu")
 
+_KEPT: list[Channels] = []
+"""Gloo drops a send whose memory is freed before the other end has posted its receive, which then
+waits for good: connections are kept until the rank has ended, not until its function returns."""
+
 
 def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
     """This rank's connections, from the environment.
@@ -52,6 +56,7 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
     assert groups.bulk is not None
     sockets = groups.pipeline.sockets | groups.bulk.sockets
     board.interrupt = lambda: shut_down(sockets)
+    _KEPT.append(channels)
     return channels, board
 
 
