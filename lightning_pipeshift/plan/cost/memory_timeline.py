@@ -119,7 +119,7 @@ class Links:
         )
 
     def compute_seconds(self, stage: int, num_tensors: int, num_bytes: float) -> float:
-        """What copying tensors to the host, or back, takes from the stage's compute."""
+        """The seconds that copying tensors to the host, or back, takes from the stage's compute."""
         per_tensor, per_byte = self.copying[stage] if self.copying else (0.0, 0.0)
         return num_tensors * per_tensor + num_bytes * per_byte
 
