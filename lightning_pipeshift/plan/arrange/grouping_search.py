@@ -89,11 +89,10 @@ class GroupingSearch:
                 machines.
             ConfigurationError: the request has unknown ranks, or one rank twice.
         """
-        effort, num_ranks = self._effort, self._cluster.num_ranks
-        second, finished = effort.groupings_simulated, effort.groupings_finished
-        if num_ranks > effort.few_ranks:
-            second //= 3 if num_ranks <= MOST_STAGES else 6
-        if num_ranks > MOST_STAGES:
+        second, finished = self._effort.groupings_simulated, self._effort.groupings_finished
+        if self._cluster.num_ranks > self._effort.few_ranks:
+            second //= 6 if self._is_large else 3
+        if self._is_large:
             finished = 1
         again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
         found = [self._finished(look) for look in _highest(again, finished)]

@@ -82,14 +82,15 @@ class Measured:
 
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
-        swaps = [plan.swapped(vm) for vm in range(len(self.ranks))]
+        swaps = [plan.swapped(vm) for vm in range(len(self.ranks_of(plan)))]
         return self._pipelines(plan).predicted(swaps, plan.lane_shares)
 
     def lane_shares(self, plan: Plan) -> tuple[float, ...]:
         """The part of all gradient bytes that each lane is to carry, so that a plan's step is
         shortest; empty if the step waits for all gradients, or there are none to send.
         """
-        if not self.profile.overlaps_updates or len(self.ranks) == 1 or plan.is_asynchronous:
+        is_alone = len(self.ranks_of(plan)) == 1
+        if not self.profile.overlaps_updates or is_alone or plan.is_asynchronous:
             return ()
         return self._pipelines(plan).best_lane_shares()
 

@@ -15,6 +15,7 @@ from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
 from lightning_pipeshift.plan.inputs.traffic import with_marks
+from lightning_pipeshift.plan.partition.local_search import RECOMPUTE
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     MOST_MICROBATCHES,
@@ -24,7 +25,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 _WORDS: Final = {
     "process_group_backend": (None, "nccl", "gloo"),
     "gradient_aggregation": ("auto", "ring", "allreduce"),
-    "recompute": ("auto", "full", "none"),
+    "recompute": RECOMPUTE,
 }
 """The options that are one of a few words."""
 

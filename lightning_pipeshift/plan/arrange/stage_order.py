@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
+from lightning_pipeshift.plan.inputs.effort import USUAL, WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.profile import Profile
 
 Order = tuple[int, ...]
@@ -100,7 +100,7 @@ def ranked_orders(
     alike: Sequence[int],
     step_seconds: Callable[[Orders], float],
     estimate: Callable[[Orders], float],
-    most: int = 120,
+    most: int = USUAL.orders,
 ) -> list[tuple[Orders, float]]:
     """Orders with their step times, the fastest first.
 

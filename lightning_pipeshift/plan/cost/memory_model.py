@@ -181,13 +181,14 @@ class Footprints:
         by_layer: dict[int, list[Swap]] = {}
         for swap in swaps:
             by_layer.setdefault(swap.layer, []).append(swap)
-        # Where no copy takes time from the compute, all swaps have the same times of actions.
-        timed = cut, tuple(swaps) if self._links.copying else ()
+        # Only copies that take time from the compute change the times of actions.
+        copied = [swap for swap in swaps if not swap.stays and not swap.stages]
+        timed = cut, tuple(copied) if self._links.copying else ()
         if timed not in self._timelines:
             if len(self._timelines) >= _MOST_TIMELINES:
                 self._timelines.clear()
                 self._moments.clear()
-            self._timelines[timed] = self._with_waits(cut, timed[1]).timeline(cut)
+            self._timelines[timed] = self._with_copies(*timed).timeline(cut)
         timeline = self._timelines[timed]
         found = []
         for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
@@ -248,22 +249,27 @@ class Footprints:
             update_seconds=late,
         )
 
-    def _with_waits(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Workload:
+    def _with_copies(self, cut: Cut, copied: Sequence[Swap]) -> Workload:
         """The workload with the time that layers wait for their weights from the host, and with
-        what copies take from the compute. A layer's weights are prefetched from the beginning of
-        the one that used its own before.
+        what copies of saved tensors take from the compute. A layer's weights are prefetched from
+        the beginning of the one that used its own before.
+
+        Args:
+            cut: the owners of the layers.
+            copied: the swaps to the host that take time from the compute.
         """
-        if not cut.weights_on_host and not swaps:
+        if not cut.weights_on_host and not copied:
             return self._workload
         forward, backward = self._workload.forward.copy(), self._workload.backward.copy()
+        owners = np.repeat(np.arange(len(cut.counts)), cut.counts).tolist()
+        for swap in copied:
+            sizes = [self.sizes[swap.layer].get(number, 0) for number in swap.tensors]
+            where = owners[swap.layer], swap.layer
+            taken = self._links.compute_seconds(where[0], sum(map(bool, sizes)), sum(sizes))
+            # It leaves in the forward, and comes back for the backward.
+            forward[where] += taken
+            backward[where] += taken
         for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
-            for swap in swaps:
-                if begin <= swap.layer < end and not swap.stays and not swap.stages:
-                    sizes = [self.sizes[swap.layer].get(number, 0) for number in swap.tensors]
-                    taken = self._links.compute_seconds(stage, sum(map(bool, sizes)), sum(sizes))
-                    # It leaves in the forward, and comes back for the backward.
-                    forward[stage, swap.layer] += taken
-                    backward[stage, swap.layer] += taken
             moved = [layer for layer in range(begin, end) if layer in cut.weights_on_host]
             weights = self._workload.waiting_bytes[moved]
             if weights.sum() <= window_bytes(list(weights)):

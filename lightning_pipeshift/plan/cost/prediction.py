@@ -100,7 +100,7 @@ class Pipelines:
             found.append(made[key])
         footprints = [footprint for _, footprint in found]
         timelines = [footprint.timeline for footprint in footprints]
-        computed, summed = replace(self, cuts=cuts).step_seconds(timelines, lane_shares)
+        computed, summed = replace(self, cuts=cuts)._step_seconds(timelines, lane_shares)
         late = max(each.seconds for each in footprints) - max(
             timeline.step_seconds for timeline in timelines
         )
@@ -118,7 +118,7 @@ class Pipelines:
         timelines = [
             made[id(workload), cut] for workload, cut in zip(self.workloads, self.cuts, strict=True)
         ]
-        return self.step_seconds(timelines)[1] + self.seconds_between
+        return self._step_seconds(timelines)[1] + self.seconds_between
 
     @property
     def estimated_seconds(self) -> float:
@@ -140,7 +140,7 @@ class Pipelines:
                 ready.append(gradients_ready(workload, _bounds(cut), ends))
         return max([*computed, *self._ring_ends(ready)]) + self.seconds_between
 
-    def step_seconds(
+    def _step_seconds(
         self, timelines: Sequence[Timeline], lane_shares: Sequence[float] = ()
     ) -> tuple[float, float]:
         """The time of a step or minibatch, without rings and with them.

@@ -47,7 +47,14 @@ class Device:
                 f"a device of kind {self.kind!r} on host {self.host!r} with speed {self.speed}; a"
                 " speed is finite and above 0 (omit a device that computes nothing)"
             )
-        for name in self.__slots__[3:]:
+        for name in (
+            "memory_bytes",
+            "free_bytes",
+            "host_bytes",
+            "host_bandwidth",
+            "copy_seconds",
+            "copy_seconds_per_byte",
+        ):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise PlanError(
                     f"a device of kind {self.kind!r} on host {self.host!r} with {name}"

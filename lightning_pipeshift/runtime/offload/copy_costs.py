@@ -16,7 +16,7 @@ from lightning_pipeshift.devices.streams import is_asynchronous
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import Copier
+from lightning_pipeshift.runtime.offload.copying import Copier, nothing
 from lightning_pipeshift.runtime.offload.targets import OffloadTarget
 
 _TRIED_BYTES: Final = (1 << 12, 1 << 20)
@@ -75,15 +75,11 @@ def _seconds(device: torch.device, size: int, copier: Copier, host: OffloadTarge
     ]
     store.after_layer(0)
     # All that was submitted before has left.
-    copier.out(_nothing, _nothing).wait()
+    copier.out(nothing, nothing).wait()
     store.begin_action(3, _ROW[3])
     for each in reversed(saved):
         each.get()
     saved.clear()
     store.end_action(_ROW[3])
-    copier.out(_nothing, _nothing).wait()
+    copier.out(nothing, nothing).wait()
     return now() - begun
-
-
-def _nothing() -> None:
-    """A copy of nothing."""

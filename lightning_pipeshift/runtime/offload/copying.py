@@ -205,6 +205,10 @@ class StreamCopier:
         self._under_way.clear()
 
 
+def nothing() -> None:
+    """The callback of copies whose end needs no handling; or work, to wait for all before it."""
+
+
 def copier_of(
     device: torch.device, on_error: Callable[[BaseException], None] | None = None
 ) -> Copier:

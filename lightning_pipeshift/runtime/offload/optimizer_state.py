@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket, nothing
 from lightning_pipeshift.runtime.offload.host_copies import HostCopies, Traffic, is_dense
 from lightning_pipeshift.runtime.offload.waiting_weights import Arrival, WaitingWeights
 from lightning_pipeshift.text import ceil_bytes_text
@@ -293,7 +293,7 @@ class OptimizerStates:
                     )
                     self.traffic.count(memory.nbytes)
                     parts.append((tensor, memory))
-            ticket = self._copier.back(_copies(parts), _nothing) if parts else None
+            ticket = self._copier.back(_copies(parts), nothing) if parts else None
             coming.append(_Copying(waiting.popleft(), parts, ticket, weights, promised))
 
     def _has_room(self, num_bytes: int, layer: int, is_needed: bool) -> bool:
@@ -326,7 +326,7 @@ class OptimizerStates:
                 values = self.homes.memory_of(tensor)
                 parts.append((tensor, values))
                 self.traffic.moved_bytes += values.nbytes
-        ticket = self._copier.out(_copies(parts), _nothing) if parts else None
+        ticket = self._copier.out(_copies(parts), nothing) if parts else None
         weights = self._weights.end_update(layer)
         if parts or weights is not None:
             self._leaving.append(_Copying(layer, parts, ticket, weights))
@@ -382,7 +382,3 @@ def _copies(parts: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
             memory.copy_(values, non_blocking=True)
 
     return work
-
-
-def _nothing() -> None:
-    """The callback of copies whose end needs no handling."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copy_costs import copy_costs
-from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
+from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of, nothing
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.optimizer_state import Layers, OptimizerStates
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
@@ -177,7 +177,7 @@ class StageMemory:
             synchronize(self._channels.device)
             begun = time.perf_counter()
             tickets = [
-                carry(partial(to.copy_, source, non_blocking=True), _nothing)
+                carry(partial(to.copy_, source, non_blocking=True), nothing)
                 for carry, source, to in ways
             ]
             for ticket in tickets:
@@ -349,7 +349,3 @@ class StageMemory:
         self._borrowers.clear()
         self._copier.close()
         self._host.clear()
-
-
-def _nothing(*_: Any) -> None:
-    """The callback of copies whose end needs no handling."""

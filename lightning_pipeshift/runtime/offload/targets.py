@@ -17,7 +17,14 @@ from torch import Tensor
 
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Copy, Done, Ticket
+from lightning_pipeshift.runtime.offload.copying import (
+    BufferPool,
+    Copier,
+    Copy,
+    Done,
+    Ticket,
+    nothing,
+)
 
 
 class OffloadedBlock(Protocol):
@@ -192,7 +199,7 @@ class _LocalBlock:
             self._give_back()
             return
         # Queued after the copies that use these buffers.
-        self._place.copier.out(self._give_back, _nothing)
+        self._place.copier.out(self._give_back, nothing)
 
     def _give_back(self) -> None:
         if self._coming is not None:
@@ -200,7 +207,3 @@ class _LocalBlock:
         for pool, buffer in self._buffers:
             pool.give(buffer)
         self._buffers.clear()
-
-
-def _nothing() -> None:
-    """The callback of copies whose end needs no handling."""

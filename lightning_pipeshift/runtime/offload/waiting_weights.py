@@ -26,7 +26,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket, nothing
 from lightning_pipeshift.runtime.offload.host_copies import Traffic, host_memory_like
 from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, is_at, may_wait
 
@@ -178,7 +178,7 @@ class WaitingWeights:
 
     def _copy_out(self, weights: Sequence[Weight]) -> None:
         """Copies weights to the host, which may read them then."""
-        self._copier.out(_each(Weight.copy_to_host, weights), _nothing).wait()
+        self._copier.out(_each(Weight.copy_to_host, weights), nothing).wait()
         self._copier.finish()
         self.traffic.moved_bytes += sum(weight.host.nbytes for weight in weights)
 
@@ -296,7 +296,7 @@ class WaitingWeights:
             weight.begin_to_come(self._is_in_step)
         layer.traffic = traffic
         traffic.count(layer.num_bytes)
-        layer.ticket = self._copier.back(_each(Weight.copy_to_device, layer.weights), _nothing)
+        layer.ticket = self._copier.back(_each(Weight.copy_to_device, layer.weights), nothing)
 
     def _finish_to_come(self, index: int) -> None:
         layer = self._layers[index]
@@ -398,7 +398,7 @@ class WaitingWeights:
             return None
         self._finish_to_come(index)
         self.traffic.moved_bytes += layer.num_bytes
-        ticket = self._copier.out(_each(Weight.copy_to_host, layer.weights), _nothing)
+        ticket = self._copier.out(_each(Weight.copy_to_host, layer.weights), nothing)
         return Arrival(ticket, partial(self._left, layer))
 
 
@@ -408,7 +408,3 @@ def _each(what: Callable[[Weight], None], weights: Sequence[Weight]) -> Callable
             what(weight)
 
     return work
-
-
-def _nothing() -> None:
-    """Does nothing."""
