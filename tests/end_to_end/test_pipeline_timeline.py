@@ -29,11 +29,13 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.plan.cost.lanes import MOST_PIECES
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.asynchronous import turn
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.plan.timeline.recording import Mark, Recording, What, sender_of
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
 from lightning_pipeshift.runtime.gradients.rings import Rings
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
 from tests.features_models import AwaitsPlanning, built, parameters_of, quiet_trainer, read_csv
@@ -201,7 +203,19 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
 
 
 def swapping(folder: str) -> Any:
-    """A run in which all saved tensors leave the device as soon as that is planned."""
+    """A run in which all saved tensors leave the device as soon as that is planned. Without the
+    wait, a tensor stays if its copy takes longer than what runs before its backward.
+    """
+    begin_action = ActivationStore.begin_action
+
+    def begin_when_all_have_left(store: ActivationStore, place: int, action: Action) -> None:
+        for block in list(store._leaving):
+            if block.offloaded is not None:
+                block.offloaded.leaving.wait()
+                store._has_left(block, block.num_sent)
+        begin_action(store, place, action)
+
+    ActivationStore.begin_action = begin_when_all_have_left  # type: ignore[method-assign]
     L.seed_everything(7, verbose=False)
     trainer = quiet_trainer(
         {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4, "profile_steps": 2}},

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import leaves_of
@@ -92,8 +93,8 @@ class Gate:
         self._installed: Callable[..., Any] | None = None
         self.reports: SideOutputs | None = None
         """The values that leave the layer other than by its return value, if any were found."""
-        self.weights: Weights | None = None
-        """Brings the layer's weights before they are used, if they are elsewhere in between."""
+        self._weights: Weights | None = None
+        self._bringing: RemovableHandle | None = None
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
         """The layer's own ``forward``."""
@@ -132,6 +133,21 @@ class Gate:
         self.weights.before_backward_of(self.index, leaves_of(output))
         return output
 
+    @property
+    def weights(self) -> Weights | None:
+        """Brings the layer's weights before they are used, if they are elsewhere in between."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights | None) -> None:
+        self._weights = weights
+        if self._bringing is not None:
+            self._bringing.remove()
+        self._bringing = None
+        if weights is not None:
+            # The layer's own hooks, which run before its forward, may read them or write to them.
+            self._bringing = self.layer.register_forward_pre_hook(_Brings(self), prepend=True)
+
     def bring_weights(self) -> None:
         """Returns when the layer's weights are on the device."""
         if self.weights is not None:
@@ -146,6 +162,25 @@ class Gate:
         else:
             self.layer.__dict__.pop("forward", None)
         self._installed = None
+        self.weights = None
+
+
+class _Brings:
+    """Brings a layer's weights before its other hooks run. In a copy of the layer it does nothing.
+
+    Args:
+        gate: of the layer.
+    """
+
+    def __init__(self, gate: Gate | None) -> None:
+        self._gate = gate
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._gate is not None:
+            self._gate.bring_weights()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Brings:
+        return _Brings(None)
 
 
 class _Forward:

@@ -4,6 +4,7 @@ layers' weights on the device at a time, and true values for whoever reads or wr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,26 @@ def test_a_write_to_data_long_after_the_first_steps_is_noticed_at_once() -> None
         layer.register_forward_pre_hook(write)
         with pytest.raises(LayerError, match=r"layer '2' was written to .* through its `data`"):
             model.step(1)
+
+
+def test_hooks_that_run_before_a_layer_see_its_weights_on_the_device() -> None:
+    """Also while they are being prefetched."""
+    model = Model(range(NUM_LAYERS), window=3)
+    places: list[bool] = []
+    for layer, weight in zip(model.layers, _weights(model)[::2], strict=True):
+        layer.register_forward_pre_hook(
+            lambda layer, _, weight=weight: places.append(
+                layer.weight.data_ptr() == weight.device.data_ptr()
+            )
+        )
+    for _ in range(2):
+        model.step()
+    assert places == 4 * NUM_LAYERS * [True]
+    copied = copy.deepcopy(model.layers[0])
+    for gate in model.gates:
+        gate.weights = None
+    copied(torch.ones(1, WIDTH))
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in model.layers)
 
 
 def test_an_alias_that_outlives_its_step_has_true_values_or_is_an_error() -> None:
