@@ -30,7 +30,7 @@ from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.integer_programming import optimal_cut
-from lightning_pipeshift.plan.partition.local_search import best_cut, fixed_cut
+from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 _HIDDEN: Final = 1.03
@@ -273,19 +273,21 @@ class Evaluator:
         if counts is not None:
             return fixed_cut(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
-        make = self._careful_cut if careful else self._quick_cut
+        worthwhile, possible = workload.allowed, self.profile.possible_cuts
+        if careful and self.request.solver == "search":
+            anywhere = replace(hindered, allowed=possible)
+            return best_cut_of(anywhere, worthwhile or possible, self.request.recompute)
+        make = self._exact_cut if careful else self._quick_cut
         try:
             return make(workload, hindered)
         except PlanError:
-            possible = self.profile.possible_cuts
-            if workload.allowed == possible:
+            if worthwhile == possible:
                 raise
             return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
 
-    def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
-        if self.request.solver == "milp":
-            return optimal_cut(hindered)
-        return best_cut(hindered, self.request.recompute)
+    @staticmethod
+    def _exact_cut(_: Workload, hindered: Workload) -> Cut:
+        return optimal_cut(hindered)
 
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""

@@ -260,8 +260,10 @@ class _Planner:
                 errors.append(error)
                 continue
             allowed = cuts_to_try(self._profile, len(given))
-            is_between = allowed.issuperset(made.cut.bounds[1:-1]) or made.cut == start.cuts[vm]
-            seconds = reordered * (1.0 if is_between else WORTH_INSIDE) * made.seconds
+            is_worth_it = allowed.issuperset(made.cut.bounds[1:-1])
+            # A start inside a block is so much faster than all others.
+            is_worth_it |= made.cut.counts == start.cuts[vm].counts
+            seconds = reordered * (1.0 if is_worth_it else WORTH_INSIDE) * made.seconds
             if best is None or seconds < best[0]:
                 best = seconds, option.order, made
         if best is None:

@@ -11,7 +11,7 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import _Planner, arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import Effort
@@ -19,6 +19,8 @@ from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, Recompute
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.offload.assignment import Assignments
+from lightning_pipeshift.plan.offload.cut_search import best_split
+from lightning_pipeshift.plan.offload.problem import Problem
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.swapping import least_seconds, little_memory
 
@@ -287,6 +289,17 @@ def test_the_best_order_cut_and_handling_of_tensors_is_nearly_found(seed):
         found = math.inf
     assert found >= best * (1 - 1e-9)
     assert found == best or best >= 0.99 * found
+
+
+@pytest.mark.parametrize("seed", [100002, 100004, 100006, 100007])
+def test_a_cut_inside_a_block_is_taken_where_it_is_much_faster(seed):
+    """Cuts between blocks alone take 7 to 18 % longer. The cuts of `fit` are the same."""
+    model, cluster, request = little_memory(seed, 8, 64, 8)
+    ranks = tuple(range(8))
+    request = replace(request, virtual_machines=(ranks,), microbatches=32, batch_samples=32.0)
+    workload = workload_of(model, cluster, ranks, request.schedule, 32, 1.0)
+    by_fit = best_split(Problem.of(model, workload, cluster, ranks, Planned()))
+    assert arrange(model, cluster, request).prediction.step_seconds <= by_fit.seconds * (1 + 1e-9)
 
 
 def costly(num_layers: int, spared: float) -> Profile:
