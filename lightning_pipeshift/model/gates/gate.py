@@ -35,16 +35,6 @@ class Pass(Protocol):
         """Handles a call of the gate's layer, and returns its result."""
 
 
-class Scoped(Protocol):
-    """One run of the user's step, as modules with their own random stream see it."""
-
-    def enter_scope(self) -> None:
-        """Called when such a module begins."""
-
-    def leave_scope(self) -> None:
-        """Called when such a module ends."""
-
-
 class Weights(Protocol):
     """Weights that are on the device only while they are used."""
 

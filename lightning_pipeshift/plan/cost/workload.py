@@ -383,9 +383,6 @@ class Workload:
             )
         return bounds
 
-    def _ranges(self, cut: Cut) -> list[range]:
-        return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
-
     def with_saved(self, part: float) -> Workload:
         """The same layers, as if they saved only a part of their tensors."""
         return replace(

@@ -31,7 +31,6 @@ from lightning_pipeshift.plan.partition.ranges import (
     least_chain,
     narrowest,
     ranges_of,
-    with_drained,
 )
 
 
@@ -82,27 +81,20 @@ class PartitionDP:
         paces[:-1] = np.maximum(paces[:-1], np.maximum(there, back))
         return cls(sums, paces, workload.microbatches)
 
-    def fastest(
-        self, most: int, drained: frozenset[int] | None = None, slack: float = 0.05
-    ) -> list[Solution]:
+    def fastest(self, most: int, slack: float = 0.05) -> list[Solution]:
         """The best solution, and others of the Pareto front of pace and sum.
 
         Args:
             most: how many, at most.
-            drained: the stages that own no layer; ``None``: whichever is best.
             slack: by how much the others may exceed the best, relative to it.
 
         Returns the best one first; empty if nothing is possible.
         """
-        programme = self
-        if drained is not None:
-            sums, paces = (with_drained(table, drained) for table in (self.sums, self.paces))
-            programme = PartitionDP(sums, paces, self.microbatches)
-        least_pace, _ = narrowest(programme.paces)
+        least_pace, _ = narrowest(self.paces)
         if not math.isfinite(least_pace):
             return []
         # The two ends of the front bound the solutions between them.
-        ends = [programme._solve(math.inf), programme._solve(least_pace)]
+        ends = [self._solve(math.inf), self._solve(least_pace)]
         found = {solution for solution in ends if solution is not None}
         best = min(found).seconds
         least_sum = min(solution.sum for solution in found)
@@ -111,7 +103,7 @@ class PartitionDP:
         while True:
             if rest:
                 limit = min(limit, (best * (1 + slack) - least_sum) / rest)
-            solution = programme._solve(limit) if limit >= least_pace else None
+            solution = self._solve(limit) if limit >= least_pace else None
             if solution is None:
                 break
             found.add(solution)

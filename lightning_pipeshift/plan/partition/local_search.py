@@ -2,8 +2,6 @@
 
 The estimates in ``dynamic_programming`` do not include that transfers and compute overlap only in
 part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
-Its result depends most on which stages own layers at all (it may be better to drain a slow device,
-or one with a slow link), where the estimates differ; and then on the last few layers at each cut.
 So there are several candidates, and the cuts of the best ones are shifted by a layer or two while
 that makes one of them faster.
 """
@@ -14,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, combinations
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -37,10 +35,8 @@ that the model does not include (more tensors to send, more to clone)."""
 # How many candidates are improved together.
 _CLIMBERS: Final = 4
 
-# With no more stages than this, there is a candidate for each choice of those that own layers.
-_FEW_STAGES: Final = 4
-
-# Runs of neighbouring cuts that move together have at most this length.
+# Runs of neighbouring cuts that move together have at most this length: with 64 stages the search
+# would take three times as long without a limit.
 _LONGEST_RUN: Final = 8
 
 # A stage that exceeds its even share of the estimated time by this factor is never useful.
@@ -73,11 +69,6 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     if isinstance(programme, PartitionDP):
         hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
         search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
-    if workload.num_stages <= _FEW_STAGES:
-        stages = range(workload.num_stages)
-        for drained in chain.from_iterable(combinations(stages, number) for number in stages):
-            solutions = programme.fastest(1, frozenset(drained), slack=0.0)
-            search.add(solution.counts for solution in solutions)
     # The even cut, so that the result is never worse than that.
     even = Cut(uniform(workload.num_layers, workload.num_stages))
     search.add(cut.counts for cut in [*start, even])
@@ -216,11 +207,9 @@ def _steps(num_cuts: int) -> NDArray[np.intp]:
     """(N, num_cuts): one cut moved by one or two steps, or a run of neighbouring ones by one, which
     moves layers between stages that are not neighbours.
     """
-    rows = []
-    for first in range(num_cuts):
-        for length in range(1, min(_LONGEST_RUN, num_cuts - first) + 1):
-            for step in (-1, 1) if length > 1 else (-2, -1, 1, 2):
-                row = [0] * num_cuts
-                row[first : first + length] = [step] * length
-                rows.append(row)
-    return np.array(rows, dtype=np.intp).reshape(len(rows), num_cuts)
+    cuts = np.arange(num_cuts)
+    first, last = (ends[:, None] for ends in np.triu_indices(num_cuts))
+    is_short = last - first < _LONGEST_RUN
+    runs = ((first <= cuts) & (cuts <= last)).astype(np.intp)[is_short[:, 0]]
+    single = np.eye(num_cuts, dtype=np.intp)
+    return np.concatenate([-runs, runs, -2 * single, 2 * single])

@@ -26,7 +26,6 @@ from lightning_pipeshift.plan.partition.ranges import (
     least_chain,
     narrowest,
     ranges_of,
-    with_drained,
 )
 
 _PRECISION = 1e-9
@@ -66,20 +65,16 @@ class PaceDP:
         links = workload.payload_seconds, workload.gradient_seconds
         return cls(forward, backward, possible, *links)
 
-    def fastest(
-        self, most: int, drained: frozenset[int] | None = None, slack: float = 0.05
-    ) -> list[Solution]:
+    def fastest(self, most: int, slack: float = 0.05) -> list[Solution]:
         """The best solution, and others that the search passed.
 
         Args:
             most: how many, at most.
-            drained: the stages that own no layer; ``None``: whichever is best.
             slack: by how much the others may exceed the best, relative to it.
 
         Returns the best one first; empty if nothing is possible.
         """
-        again = self.again if drained is None else with_drained(self.again, drained)
-        alone = self.forward + self.backward + again
+        alone = self.forward + self.backward + self.again
         alone[:-1] = np.maximum(alone[:-1], np.maximum(self.payload, self.gradient)[:, None])
         least, counts = narrowest(alone)
         if not math.isfinite(least):
@@ -87,7 +82,7 @@ class PaceDP:
         found = {self._solution(counts)}
         while (limit := min(found).seconds) - least > _PRECISION * limit:
             middle = (limit + least) / 2
-            within = self._within(middle, alone, again)
+            within = self._within(middle, alone)
             solution = None if within is None else self._solution(within)
             # Rounding may have let it pass a little above the limit.
             if solution is None or solution.seconds >= limit:
@@ -96,16 +91,16 @@ class PaceDP:
                 found.add(solution)
         return [one for one in sorted(found) if one.seconds <= limit * (1 + slack)][:most]
 
-    def _within(self, limit: float, alone: Numbers, again: Numbers) -> Counts | None:
+    def _within(self, limit: float, alone: Numbers) -> Counts | None:
         """A cut whose pace is within the limit; ``None`` if there is none."""
         links = np.pad(self.payload + self.gradient, ((0, 1), (0, 0)))
 
         def extended(stage: int, before: Numbers) -> Numbers:
             excess = self.forward[stage] + self.backward[stage] - limit + np.maximum(before, 0.0)
-            fits = (alone[stage] <= limit) & (excess + again[stage] <= 0)
+            fits = (alone[stage] <= limit) & (excess + self.again[stage] <= 0)
             return np.where(fits, excess + links[stage], math.inf)
 
-        excess, counts = least_chain(again.shape, extended)
+        excess, counts = least_chain(alone.shape, extended)
         return counts if math.isfinite(excess) else None
 
     def _solution(self, counts: Counts) -> Solution:

@@ -31,14 +31,6 @@ class Solution:
     sum: float = field(compare=False)
 
 
-def with_drained(table: Numbers, drained: frozenset[int]) -> Numbers:
-    """The table with infinity where a stage of ``drained`` owns a layer, or another owns none."""
-    empty = np.eye(table.shape[1], dtype=bool)
-    is_drained = np.array([stage in drained for stage in range(len(table))])
-    found: Numbers = np.where(empty == is_drained[:, None, None], table, math.inf)
-    return found
-
-
 def ranges_of(counts: Any) -> tuple[NDArray[np.intp], ...]:
     """The indices of stages' ranges in such a table.
 

@@ -1,12 +1,9 @@
-import math
-
 import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.dynamic_programming import (
     PartitionDP,
-    programme_of,
 )
 from tests.unit.plan.workloads import all_cuts, fastest_cuts, random_workload, workload
 
@@ -74,21 +71,6 @@ def test_most():
 def programme(given, make=PartitionDP.of, **options):
     again = np.zeros((given.num_stages, *[given.num_layers + 1] * 2))
     return make(given, again, **options)
-
-
-def test_drained_stages_own_nothing_and_the_others_something():
-    for seed in range(100):
-        given = random_workload(seed, num_stages=3, tight=False)
-        for drained in [frozenset(), frozenset({0}), frozenset({1, 2})]:
-            of_these = [
-                given.estimate(cut)
-                for cut in all_cuts(given, "none")
-                if drained == {s for s, count in enumerate(cut.counts) if not count}
-            ]
-            found = programme(given, programme_of).fastest(1, drained)
-            expected = min(of_these, default=math.inf)
-            seconds = min((one.seconds for one in found), default=math.inf)
-            assert seconds == pytest.approx(expected, rel=1e-9), f"seed {seed}"
 
 
 def test_what_stages_can_do_meanwhile():
