@@ -208,12 +208,12 @@ def swapping(folder: str) -> Any:
     """
     begin_action = ActivationStore.begin_action
 
-    def begin_when_all_have_left(store: ActivationStore, place: int, action: Action) -> None:
-        for block in list(store._leaving):
+    def begin_when_all_have_left(self: ActivationStore, place: int, action: Action) -> None:
+        for block in list(self._leaving):
             if block.offloaded is not None:
                 block.offloaded.leaving.wait()
-                store._has_left(block, block.num_sent)
-        begin_action(store, place, action)
+                self._has_left(block, block.num_sent)
+        begin_action(self, place, action)
 
     ActivationStore.begin_action = begin_when_all_have_left  # type: ignore[method-assign]
     L.seed_everything(7, verbose=False)

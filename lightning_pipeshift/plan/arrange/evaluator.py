@@ -273,15 +273,16 @@ class Evaluator:
         if counts is not None:
             return fixed_cut(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
-        worthwhile, possible = workload.allowed, self.profile.possible_cuts
+        possible = self.profile.possible_cuts
         if careful and self.request.solver == "search":
             anywhere = replace(hindered, allowed=possible)
-            return best_cut_of(anywhere, worthwhile or possible, self.request.recompute)
+            between = cuts_to_try(self.profile, workload.num_stages)
+            return best_cut_of(anywhere, between, self.request.recompute)
         make = self._exact_cut if careful else self._quick_cut
         try:
             return make(workload, hindered)
         except PlanError:
-            if worthwhile == possible:
+            if workload.allowed == possible:
                 raise
             return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
 
