@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_pipeshift import LayerMigration
+from lightning_pipeshift import LayerMigration, Move
 from lightning_pipeshift.errors import PipeShiftError
+from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
@@ -140,6 +141,18 @@ class Case(NamedTuple):
     resumes: bool = False
 
 
+def moves_to(plan: Plan, placement: Placement) -> list[Move]:
+    """The moves from a plan's owners to others."""
+    return [
+        Move(layer=layer.name, stage=after, virtual_machine=vm)
+        for vm in range(placement.num_virtual_machines)
+        for layer, before, after in zip(
+            plan.layers, plan.placement.stages(vm), placement.stages(vm), strict=True
+        )
+        if before != after
+    ]
+
+
 class Watches(L.Callback):
     """Moves layers, and notes what is in force at the end of each batch."""
 
@@ -153,7 +166,7 @@ class Watches(L.Callback):
         if (wanted := self.moves.get(len(self.counts))) is not None:
             several = isinstance(wanted[0], list)
             placement = Placement(tuple(map(tuple, wanted if several else [wanted])))
-            strategy.adopt(strategy.pipeline.coming_plan.with_placement(placement))
+            strategy.migrate(*moves_to(strategy.pipeline.coming_plan, placement))
         counts = strategy.plan.placement.counts
         self.counts.append(counts if len(counts) > 1 else counts[0])
         self.versions.append(strategy.pipeline.num_weight_versions)
