@@ -26,10 +26,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_pipeshift import LayerMigration, Move
-from lightning_pipeshift.errors import PipeShiftError
+from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import move_parts
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests import asynchronous_reference
@@ -694,9 +695,29 @@ class TiedSleeper(Sleeper):
 
 
 def train_slowly(
-    partition: Any, migrates: bool, module: type[L.LightningModule] = Sleeper
+    partition: Any,
+    migrates: bool,
+    module: type[L.LightningModule] = Sleeper,
+    in_parts: bool = False,
+    refusal: str = "",
 ) -> dict[str, Any]:
-    """The last stage gets slow; by a clock that no other process slows down."""
+    """The last stage gets slow; by a clock that no other process slows down.
+
+    Args:
+        partition: at the start.
+        migrates: whether there is a :class:`LayerMigration`.
+        module: what is trained.
+        in_parts: whether layers move one by one.
+        refusal: why no layer can move, if none can.
+    """
+    if in_parts:
+        move_parts._PART_OF_STEP = 0.0  # type: ignore[misc]
+    if refusal:
+
+        def refuse(self: Replanning, old: Plan, new: Plan) -> list[CutOver]:
+            raise PlanError(refusal)
+
+        Replanning.cut_overs_here = refuse  # type: ignore[method-assign]
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
     go_by_sleep()
@@ -709,7 +730,7 @@ def train_slowly(
         {"devices": 2, "pipeshift": how}, callbacks=[*callbacks, watches], max_epochs=1
     )
     trainer.fit(built(module), DataLoader(points(40).dataset, batch_size=8))
-    return {"counts": watches.counts, "messages": trainer.strategy.pipeline.messages}  # type: ignore[attr-defined]
+    return {"counts": watches.counts, "decisions": trainer.strategy.decisions}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("partition", "migrates"), [("auto", False), ([4, 4], True)])
@@ -727,6 +748,22 @@ def test_the_best_move_that_keeps_shared_weights_where_they_are(
     first, second = run_ranks(train_slowly, 2, partition, migrates, TiedSleeper)
     assert (first["counts"][0], first["counts"][-1]) == ((4, 4), (7, 1)), first["counts"]
     assert first["counts"] == second["counts"]
+
+
+def test_a_decision_is_announced_when_its_last_part_is_in_force() -> None:
+    for rank in run_ranks(train_slowly, 2, [4, 4], True, in_parts=True):
+        moves = moved(rank["counts"])
+        assert {abs(before[0] - after[0]) for before, after in pairwise(rank["counts"])} == {0, 1}
+        announced = [one["step"] for one in rank["decisions"] if "expected_gain" in one]
+        assert len(announced) < len(moves)
+        assert announced[-1] == moves[-1][0]
+
+
+def test_a_decision_that_is_refused_is_not_announced() -> None:
+    for rank in run_ranks(train_slowly, 2, [4, 4], True, refusal="Rank 1 lacks 3 MB."):
+        assert set(rank["counts"]) == {(4, 4)}
+        (refused,) = rank["decisions"]
+        assert refused["reason"] == "Rank 1 lacks 3 MB."
 
 
 class StaysBehind(L.Callback):
