@@ -129,21 +129,24 @@ class _Costs:
 def _lacking_in_flight(measured: Measured, old: Plan, new: Plan) -> str:
     """As :meth:`Measured.lacking_during`, in an asynchronous pipeline: while minibatches of both
     owners are in flight, both hold all that a layer takes permanently, with every version of its
-    weights.
+    weights. A stage that gets no layer holds no more than before.
     """
-    places = []
+    places = [(0.0, 0, 0, 0.0, 0.0)]
     how = new.schedule, new.microbatches
     for vm, ranks in enumerate(measured.ranks_of(new)):
         workload = workload_of(measured.profile, measured.cluster, ranks, *how)
-        for plan, other in ((old, new), (new, old)):
+        for plan in (old, new):
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
             on_host, waiting = plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
             static = workload.fixed_bytes.copy()
             static[:, list(on_host)] -= workload.optimizer_bytes[list(on_host)]
             static[:, list(waiting)] -= workload.waiting_bytes[list(waiting)]
             for stage, usable in enumerate(workload.usable_bytes):
-                own, others = (each.placement.layers_of(vm, stage) for each in (plan, other))
-                twice = static[stage, [n for n in others if n not in own]].sum()
+                had, has = ({*each.placement.layers_of(vm, stage)} for each in (old, new))
+                if has <= had:
+                    continue
+                own = plan.placement.layers_of(vm, stage)
+                twice = static[stage, list((had | has).difference(own))].sum()
                 window = window_bytes([workload.waiting_bytes[n] for n in own if n in waiting])
                 at_once = [workload.saved_bytes[n] for n in own]
                 at_once += [workload.optimizer_bytes[n] for n in own if n in on_host]

@@ -107,3 +107,6 @@ def test_while_minibatches_are_in_flight_both_owners_hold_every_version() -> Non
         assert split(old, new, measured(1e12, enough, 3)) == in_parts
     with pytest.raises(PlanError, match=r"stage 1 .* 500.0 MB or .* 125.0 MB of them .* 1.0 MB"):
         split(old, new, measured(1e12, 4 * of_a_layer - MB, 3))
+    # A stage that has too much may give some of it away.
+    relief = measured(1e12, 5 * of_a_layer)
+    assert split(asynchronous(6, 2), asynchronous(3, 5), relief) == [((3, 5), 0)]
