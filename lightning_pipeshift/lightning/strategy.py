@@ -372,7 +372,8 @@ class PipeShiftStrategy(ParallelStrategy):
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
                 order of the ranks and the recomputation; there is no such microbatch; only whole
-                steps can change; or a device lacks memory for layers while they move.
+                steps can change; or a device lacks memory for layers while they move (with an
+                asynchronous schedule, only the first rank raises it then, and nothing moves).
         """
         self.pipeline.adopt(plan, from_microbatch)
 
@@ -385,7 +386,8 @@ class PipeShiftStrategy(ParallelStrategy):
         Raises:
             PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
                 layer; a stage whose layers would not be contiguous; or a stage that would have too
-                little memory, if only while layers move. Then nothing changes.
+                little memory, if only while layers move (with an asynchronous schedule, only the
+                first rank raises it then). Then nothing changes.
         """
         self.pipeline.migrate(moves)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +25,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_pipeshift import LayerMigration
-from lightning_pipeshift.errors import PipeShiftError
+from lightning_pipeshift import LayerMigration, Move
+from lightning_pipeshift.errors import PipeShiftError, PlanError
+from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.runtime.planning import move_parts
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests import asynchronous_reference
@@ -125,6 +129,8 @@ class Case(NamedTuple):
     Args:
         moves: the counts that are wanted after a batch, counted over the run.
         validates: after how many batches there is a validation within the epochs.
+        has_slow_links: so that one layer moves over each at a time.
+        at_once: whether all layers of a change are to move together all the same.
     """
 
     split: Any
@@ -138,22 +144,41 @@ class Case(NamedTuple):
     num_epochs: int = 2
     shares: bool = False
     resumes: bool = False
+    has_slow_links: bool = False
+    at_once: bool = False
+
+
+def moves_to(plan: Plan, placement: Placement) -> list[Move]:
+    """The moves from a plan's owners to others."""
+    return [
+        Move(layer=layer.name, stage=after, virtual_machine=vm)
+        for vm in range(placement.num_virtual_machines)
+        for layer, before, after in zip(
+            plan.layers, plan.placement.stages(vm), placement.stages(vm), strict=True
+        )
+        if before != after
+    ]
 
 
 class Watches(L.Callback):
     """Moves layers, and notes what is in force at the end of each batch."""
 
-    def __init__(self, moves: Mapping[int, Any]) -> None:
+    def __init__(self, moves: Mapping[int, Any], at_once: bool = False) -> None:
         self.moves = dict(moves)
+        self.at_once = at_once
         self.counts: list[Any] = []
         self.versions: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy = trainer.strategy
         if (wanted := self.moves.get(len(self.counts))) is not None:
-            several = isinstance(wanted[0], list)
+            several = not isinstance(wanted[0], int)
             placement = Placement(tuple(map(tuple, wanted if several else [wanted])))
-            strategy.adopt(strategy.pipeline.coming_plan.with_placement(placement))
+            coming = strategy.pipeline.coming_plan
+            if self.at_once:
+                strategy.adopt(coming.with_placement(placement), from_microbatch=0)
+            else:
+                strategy.migrate(*moves_to(coming, placement))
         counts = strategy.plan.placement.counts
         self.counts.append(counts if len(counts) > 1 else counts[0])
         self.versions.append(strategy.pipeline.num_weight_versions)
@@ -176,7 +201,8 @@ def train(case: Case, ckpt_path: str | None = None, **arguments: Any) -> Result:
     strategy = {"schedule": case.schedule, "partition": case.split, "profile_steps": 0}
     if several:
         strategy["virtual_machines"] = len(case.split)
-    watches = Watches(case.moves)
+    move_parts._UNMEASURED_BYTES = 1.0 if case.has_slow_links else 1e9  # type: ignore[misc]
+    watches = Watches(case.moves, case.at_once)
     trainer = quiet_trainer(
         {"devices": len(counts), "pipeshift": strategy},
         callbacks=[watches, *arguments.pop("callbacks", [])],
@@ -323,6 +349,54 @@ def test_the_bits_of_the_reference(num_stages: int) -> None:
             assert moved(result.counts) == moves
             require_same(result.state, expected.layers)
     assert num_moves > len(cases)
+
+
+IN_PARTS = [
+    Case([4, 2], moves={3: [1, 5]}, has_slow_links=True),
+    Case([4, 2], "async", 2, {2: [1, 5]}, "adam", 7, has_slow_links=True),
+    Case([5, 1, 0], moves={4: [1, 3, 2]}, optimizer="adam", validates=5, has_slow_links=True),
+    Case([0, 2, 4], "async-2bw", 3, {4: [4, 1, 1]}, "adam", has_slow_links=True, num_batches=30),
+    Case([[4, 2], [3, 3]], "async", 1, {5: [[1, 5], [4, 2]]}, "adam", has_slow_links=True),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_over_slow_links_layers_move_in_parts(num_ranks: int) -> None:
+    """A run in which the plan of each part is asked for by itself, as soon as that of the part
+    before is in force, has the same bits. So has the reference.
+    """
+    cases = [case for case in IN_PARTS if len(np.ravel(case.split)) == num_ranks]
+    in_parts = on_ranks(cases)
+    one_by_one = []
+    for case, ranks in zip(cases, in_parts, strict=True):
+        ((asked, wanted),) = case.moves.items()
+        moves = moved(ranks[0].counts)
+        assert len(moves) > 2
+        ends = [asked, *(minibatch for minibatch, _ in moves)]
+        plans = [plan for _, plan in moves]
+        assert np.array_equal(plans[-1], wanted)
+        one_by_one.append(case._replace(moves=dict(zip(ends, plans, strict=False)), at_once=True))
+        expected = reference(case, moves).layers
+        for result in ranks:
+            assert result.counts == ranks[0].counts
+            require_same(result.state, expected)
+    for ranks, others in zip(in_parts, on_ranks(one_by_one), strict=True):
+        for one, other in zip(ranks, others, strict=True):
+            assert one.counts == other.counts
+            assert all(torch.equal(one.state[name], value) for name, value in other.state.items())
+
+
+def test_what_is_asked_for_meanwhile_replaces_the_parts_that_have_not_begun() -> None:
+    """The part that has begun is done; and ``from_microbatch=0`` means at once."""
+    case = Case([5, 1], moves={3: [1, 5], 7: [6, 0]}, has_slow_links=True)
+    back, at_once = on_ranks([case, case._replace(at_once=True)])
+    plans = [plan for _, plan in moved(back[0].counts)]
+    assert plans == [(4, 2), (3, 3), (4, 2), (5, 1), (6, 0)]
+    assert [plan for _, plan in moved(at_once[0].counts)] == [(1, 5), (6, 0)]
+    for ranks in (back, at_once):
+        expected = reference(case, moved(ranks[0].counts)).layers
+        for result in ranks:
+            require_same(result.state, expected)
 
 
 SHARED = [
@@ -621,9 +695,29 @@ class TiedSleeper(Sleeper):
 
 
 def train_slowly(
-    partition: Any, migrates: bool, module: type[L.LightningModule] = Sleeper
+    partition: Any,
+    migrates: bool,
+    module: type[L.LightningModule] = Sleeper,
+    in_parts: bool = False,
+    refusal: str = "",
 ) -> dict[str, Any]:
-    """The last stage gets slow; by a clock that no other process slows down."""
+    """The last stage gets slow; by a clock that no other process slows down.
+
+    Args:
+        partition: at the start.
+        migrates: whether there is a :class:`LayerMigration`.
+        module: what is trained.
+        in_parts: whether layers move one by one.
+        refusal: why no layer can move, if none can.
+    """
+    if in_parts:
+        move_parts._PART_OF_STEP = 0.0  # type: ignore[misc]
+    if refusal:
+
+        def refuse(self: Replanning, old: Plan, new: Plan) -> list[CutOver]:
+            raise PlanError(refusal)
+
+        Replanning.cut_overs_here = refuse  # type: ignore[method-assign]
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
     go_by_sleep()
@@ -636,7 +730,7 @@ def train_slowly(
         {"devices": 2, "pipeshift": how}, callbacks=[*callbacks, watches], max_epochs=1
     )
     trainer.fit(built(module), DataLoader(points(40).dataset, batch_size=8))
-    return {"counts": watches.counts, "messages": trainer.strategy.pipeline.messages}  # type: ignore[attr-defined]
+    return {"counts": watches.counts, "decisions": trainer.strategy.decisions}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("partition", "migrates"), [("auto", False), ([4, 4], True)])
@@ -654,6 +748,22 @@ def test_the_best_move_that_keeps_shared_weights_where_they_are(
     first, second = run_ranks(train_slowly, 2, partition, migrates, TiedSleeper)
     assert (first["counts"][0], first["counts"][-1]) == ((4, 4), (7, 1)), first["counts"]
     assert first["counts"] == second["counts"]
+
+
+def test_a_decision_is_announced_when_its_last_part_is_in_force() -> None:
+    for rank in run_ranks(train_slowly, 2, [4, 4], True, in_parts=True):
+        moves = moved(rank["counts"])
+        assert {abs(before[0] - after[0]) for before, after in pairwise(rank["counts"])} == {0, 1}
+        announced = [one["step"] for one in rank["decisions"] if "expected_gain" in one]
+        assert len(announced) < len(moves)
+        assert announced[-1] == moves[-1][0]
+
+
+def test_a_decision_that_is_refused_is_not_announced() -> None:
+    for rank in run_ranks(train_slowly, 2, [4, 4], True, refusal="Rank 1 lacks 3 MB."):
+        assert set(rank["counts"]) == {(4, 4)}
+        (refused,) = rank["decisions"]
+        assert refused["reason"] == "Rank 1 lacks 3 MB."
 
 
 class StaysBehind(L.Callback):

@@ -36,6 +36,11 @@ MOVES_AFTER = 4
 
 HOW = [(WAYS[0], "async", 1), (WAYS[1], "async-2bw", 4), (WAYS[2], "async", 2)]
 each_way = pytest.mark.parametrize(("way", "schedule", "accumulated"), HOW)
+# With slow links, layers move in parts, three with the second way.
+each_way_and_links = pytest.mark.parametrize(
+    ("way", "schedule", "accumulated", "has_slow_links"),
+    [*((*how, False) for how in HOW), (WAYS[1], "async", 1, True), (*HOW[1], True)],
+)
 
 
 class Saved(NamedTuple):
@@ -160,20 +165,20 @@ def require_ended_in_order(
 def case_of(way: Way, schedule: str, accumulated: int) -> Case:
     """With Adam, whose state moves too."""
     moves = {MOVES_AFTER: way.after}
-    return Case(way.before, schedule, accumulated, moves, "adam", num_batches=32, num_epochs=1)
+    return Case(way.before, schedule, accumulated, moves, "adam", num_batches=48, num_epochs=1)
 
 
-@each_way
+@each_way_and_links
 def test_sigterm_at_each_minibatch_around_a_move(
-    way: Way, schedule: str, accumulated: int, tmp_path: Path
+    way: Way, schedule: str, accumulated: int, has_slow_links: bool, tmp_path: Path
 ) -> None:
     """On any rank."""
-    case = case_of(way, schedule, accumulated)
-    last = MOVES_AFTER + 3 * accumulated + 4
+    case = case_of(way, schedule, accumulated)._replace(has_slow_links=has_slow_links)
+    last = MOVES_AFTER + (3 * accumulated + 4) * (2 if has_slow_links else 1)
     cases: list[Any] = [(case, idx, idx % 3) for idx in range(MOVES_AFTER - 2, last)]
     num_moves = require_ended_in_order(tmp_path, cases)
     # Some moves have not begun, and some are over.
-    assert set(num_moves) == {0, 1}
+    assert set(num_moves) == set(range(4 if has_slow_links else 2))
 
 
 @each_way
@@ -211,11 +216,12 @@ def around_the_drain(way: Way, schedule: str, accumulated: int, **more: Any) -> 
     return [case._replace(moves={number: way.after}) for number in range(case.num_batches)]
 
 
-@each_way
+@each_way_and_links
 def test_a_validation_at_each_minibatch_of_a_move(
-    way: Way, schedule: str, accumulated: int
+    way: Way, schedule: str, accumulated: int, has_slow_links: bool
 ) -> None:
-    cases = around_the_drain(way, schedule, accumulated, validates=DRAINED, num_batches=13)
+    more = {"validates": DRAINED, "num_batches": 13, "has_slow_links": has_slow_links}
+    cases = around_the_drain(way, schedule, accumulated, **more)
     for case, ranks in zip(cases, on_ranks(cases), strict=True):
         expected = reference(case, moved(ranks[0].counts)).layers
         for result in ranks:
@@ -223,11 +229,12 @@ def test_a_validation_at_each_minibatch_of_a_move(
             require_same(result.state, expected)
 
 
-@each_way
+@each_way_and_links
 def test_a_checkpoint_at_each_minibatch_of_a_move(
-    way: Way, schedule: str, accumulated: int, tmp_path: Path
+    way: Way, schedule: str, accumulated: int, has_slow_links: bool, tmp_path: Path
 ) -> None:
-    cases = around_the_drain(way, schedule, accumulated, num_batches=DRAINED + 4)
+    more = {"num_batches": DRAINED + 4, "has_slow_links": has_slow_links}
+    cases = around_the_drain(way, schedule, accumulated, **more)
     runs = run_ranks(train_with_checkpoints, 3, str(tmp_path), cases, timeout=LIMIT_SECONDS)
     for number, case in enumerate(cases):
         ranks = [results[number] for results in runs]

@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import KeepAll, MemoryCompression
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent
 from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous
 from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
@@ -38,6 +40,9 @@ class Moves(L.Callback):
         wanted: the layers of each stage, by the batch after which they are wanted.
     """
 
+    # By measured links, layers would move in other parts in each run.
+    from_microbatch: int | None = 0
+
     def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
         self._wanted = dict(wanted)
 
@@ -45,7 +50,8 @@ class Moves(L.Callback):
         counts = self._wanted.get(others[-1])
         if counts is not None:
             coming = trainer.strategy.pipeline.coming_plan
-            trainer.strategy.adopt(coming.with_placement(Placement((tuple(counts),))))
+            plan = coming.with_placement(Placement((tuple(counts),)))
+            trainer.strategy.adopt(plan, self.from_microbatch)
 
 
 class Validates(Trains):
@@ -243,6 +249,57 @@ def test_a_budget_follows_layers_that_move() -> None:
     for mine, theirs in zip(moved, stayed, strict=True):
         assert mine.counts == theirs.counts
         assert mine.figures["budget_bytes"] == theirs.figures["budget_bytes"]
+
+
+class Seen(Moves):
+    """Notes the counts in force at the end of each batch, and what is refused."""
+
+    from_microbatch = None
+
+    def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        super().__init__(wanted)
+        self.counts: list[tuple[int, ...]] = []
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        try:
+            super().on_train_batch_end(trainer, *others)
+        except PlanError as error:
+            self.error = str(error)
+        self.counts.append(trainer.strategy.plan.placement.counts[0])
+
+
+def move_within(
+    budgets: Sequence[float], split: list[int], moves: Mapping[int, Sequence[int]]
+) -> list[tuple[Result, list[Any], str]]:
+    """Runs with budgets; links are no reason to move layers in parts."""
+    move_parts._PART_OF_STEP = float("inf")  # type: ignore[misc]
+    found = []
+    for budget in budgets:
+        seen = Seen(moves)
+        how: Any = {"schedule": "async-2bw", "partition": split, "callbacks": [seen]}
+        result = train({"budget": budget}, **how)
+        found.append((result, list(dict.fromkeys(seen.counts)), seen.error))
+    return found
+
+
+def test_with_little_memory_layers_move_in_parts_or_not_at_all() -> None:
+    """Of a layer, each stage holds two versions of the weights, two gradients and Adam's averages,
+    and more than three layers do not fit.
+    """
+    budgets = [1e8, 21 * weight_bytes(1)]
+    # The second stage would have four layers, or gives one away when it gets one.
+    for large, small in run_ranks(move_within, 3, budgets, [3, 2, 2], {4: [1, 3, 3]}):
+        assert large[1] == [(3, 2, 2), (1, 3, 3)]
+        assert small[1] == [(3, 2, 2), (2, 2, 3), (1, 3, 3)]
+        require_same([small[0]], [large[0]])
+    # Both plans fit, but it would have four layers meanwhile.
+    first, *others = run_ranks(move_within, 3, budgets, [2, 3, 2], {4: [1, 3, 3]})
+    assert "while layers move, stage 1 of virtual machine 0 would hold" in first[1][2]
+    assert not first[0][2]
+    for large, small in (first, *others):
+        assert (large[1], small[1]) == ([(2, 3, 2), (1, 3, 3)], [(2, 3, 2)])
+        require_same([small[0]], [large[0]])
 
 
 # --- the memory of weights ---

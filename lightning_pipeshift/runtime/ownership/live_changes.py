@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 
 
@@ -29,7 +30,7 @@ class LiveChanges:
     def __init__(self, num_stages: int, start: Callable[[Plan, int], LiveMigration]) -> None:
         self._num_stages = num_stages
         self._start = start
-        self._requests: deque[Plan] = deque()
+        self._wanted: deque[CutOver] = deque()
         self._plan: Plan | None = None
         self._migration: LiveMigration | None = None
         self._recorder: Watcher | None = None
@@ -39,11 +40,18 @@ class LiveChanges:
     @property
     def last(self) -> Plan | None:
         """The plan that will be in force after all changes; ``None`` if that is the present one."""
-        return self._requests[-1] if self._requests else self._plan
+        return self._wanted[-1].plan if self._wanted else self._plan
 
-    def request(self, plan: Plan) -> None:
-        """Asks for a plan. Every stage calls this before the same minibatch."""
-        self._requests.append(plan)
+    @property
+    def next(self) -> Plan | None:
+        """The plan whose layers are on their way, and that is not in force yet."""
+        return self._plan
+
+    def request(self, wanted: Iterable[CutOver]) -> None:
+        """Asks for plans, one after the other, in place of those that have not begun. Every stage
+        calls this before the same minibatch.
+        """
+        self._wanted = deque(wanted)
 
     @property
     def migration(self) -> LiveMigration | None:
@@ -84,10 +92,10 @@ class LiveChanges:
                 begins, self._plan = self._plan, None
                 self._last, self._last_update = minibatch, migration.update
         is_due = minibatch >= self._last + self._num_stages - 1 and update > self._last_update
-        if self._requests and self._plan is None and is_due:
+        if self._wanted and self._plan is None and is_due:
             if self._migration is not None:
                 self._migration.finish()
-            self._plan = self._requests.popleft()
+            self._plan = self._wanted.popleft().plan
             self._migration = self._start(self._plan, minibatch)
             self._migration.recorder = self._recorder
             self._migration.before_turn(minibatch, update, ends_update)
@@ -99,12 +107,12 @@ class LiveChanges:
 
     @property
     def num_waiting(self) -> int:
-        """How many changes have not begun."""
-        return len(self._requests) + (self._plan is not None)
+        """How many changes, or parts of one, are not in force."""
+        return len(self._wanted) + (self._plan is not None)
 
     def cancel(self) -> None:
         """Gives up the changes that have not begun, on all stages."""
-        self._requests.clear()
+        self._wanted.clear()
         if self._migration is not None and self._plan is not None:
             self._migration.cancel()
         self._plan = self._migration = None

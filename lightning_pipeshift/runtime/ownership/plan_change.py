@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.planning.make_plan import check_order
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
@@ -95,13 +95,14 @@ class Changes(StepListener):
     def objection(self) -> str:
         """The reason why a requested plan is impossible, in words; empty if all are possible."""
         new, self._is_checked = () if self._is_checked else tuple(self._wanted), True
-        return next(filter(None, (self.objection_to(each.plan.placement) for each in new)), "")
+        return self.objection_to(new)
 
-    def objection_to(self, placement: Placement) -> str:
-        """The reason why layers cannot be placed so, in words; empty if they can be."""
+    def objection_to(self, wanted: Iterable[CutOver]) -> str:
+        """The reason why one of these plans is impossible, in words; empty if all are possible."""
+        gates = self._trace_cache.gates
         try:
-            for trace in self._trace_cache.traces():
-                check_order(trace.flow, placement, self._vm, self._trace_cache.gates)
+            for each, trace in product(wanted, self._trace_cache.traces()):
+                check_order(trace.flow, each.plan.placement, self._vm, gates)
         except LayerError as error:
             return str(error)
         return ""

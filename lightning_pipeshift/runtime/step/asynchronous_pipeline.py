@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
-from lightning_pipeshift.plan.document.moves import placement_after
+from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
@@ -30,6 +30,7 @@ from lightning_pipeshift.runtime.ownership.shared_updates import (
     require_same_sharers,
 )
 from lightning_pipeshift.runtime.planning.move_decision import Decision
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
@@ -50,8 +51,10 @@ class _Notice(NamedTuple):
     """A message of the first rank to all others before a minibatch.
 
     Args:
-        plans: those that come into force as soon as they can.
+        plans: those that come into force one after the other, in place of those that have not
+            begun; empty for no change.
         decision: by measurements, if there is one.
+        refusal: why the decision's plan cannot come into force; empty if it can.
         ends: whether the run ends after the minibatch.
         asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
             stage passes it on to the first rank.
@@ -60,6 +63,7 @@ class _Notice(NamedTuple):
 
     plans: list[str]
     decision: Decision | None
+    refusal: str
     ends: bool
     asks_to_end: bool
     checksum: int = 0
@@ -84,6 +88,8 @@ class AsynchronousPipeline(Pipeline):
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
         self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
+        self._asked: list[CutOver] = []
+        """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
@@ -99,11 +105,22 @@ class AsynchronousPipeline(Pipeline):
     @property
     def coming_plan(self) -> Plan:
         """See :class:`Pipeline`."""
-        return self._live.last or super().coming_plan
+        return self._asked[-1].plan if self._asked else self._live.last or super().coming_plan
+
+    def migrate(self, moves: Iterable[Move]) -> None:
+        """See :class:`Pipeline`. Only the first rank raises PlanError for a lack of memory."""
+        plan = self.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        if self.replicas.rank == 0:
+            self.planning.require_memory_here(plan)
+        self.adopt(plan)
 
     def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        self._require_movable(plan)
-        self._live.request(plan)
+        parts = [CutOver(plan, 0)]
+        if self.replicas.rank == 0 and from_microbatch is None:
+            parts = self.planning.cut_overs_here(self._live.next or self.plan, plan)
+        self._require_movable(parts)
+        self._asked = parts
 
     def record_actions(self, recorder: Recorder | None) -> None:
         """See :class:`Pipeline`."""
@@ -271,45 +288,39 @@ class AsynchronousPipeline(Pipeline):
             notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
             channels.send_object(notice_here, self._stage.peer(Kind.SEND_PAYLOAD))
             channels.settle(all_but=2 * channels.num_stages)
-        for text in notice.plans:
-            self._live.request(Plan.from_json(text))
+        self._asked = []
+        if notice.plans:
+            self._live.request(CutOver(Plan.from_json(text), 0) for text in notice.plans)
         if notice.decision is not None:
             self.planning.accept(notice.decision)
-            plan = Plan.from_json(notice.decision.plan)
-            if notice.decision.is_new and self._is_movable(plan):
-                self._live.request(plan)
+            if notice.refusal:
+                self.planning.decisions.refuse(notice.refusal)
             elif not notice.decision.is_new and self.coming_plan is self.plan:
-                self._plan = plan
+                self._plan = Plan.from_json(notice.decision.plan)
         self.is_to_end = notice.ends
 
     def _notice(self) -> _Notice:
         """The first rank's decisions since the last minibatch."""
-        plans: list[str] = []
-        now = self.coming_plan
+        refusal = ""
         for request in self._outside.take_requests() if self._outside.has_requests else ():
             try:
-                plan = now.with_placement(placement_after(now, request.moves))
-                self._require_movable(plan)
-                self.planning.require_memory_here(plan)
+                self.migrate(request.moves)
             except PipeShiftError as error:
                 answer = Answer(False, f"nothing moves: {error}")
             else:
                 answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
-                plans.append(plan.to_json())
-                now = plan
             self.messages.append(f"asked from outside: {answer.text}.")
             self._outside.answer(request, answer)
         ends = self.asks_to_end or self._end_is_wanted
-        decision = self.planning.take_decision(now) if self.planning.has_decided else None
-        return _Notice(plans, decision, ends, self.asks_to_end)
-
-    def _is_movable(self, plan: Plan) -> bool:
-        try:
-            self._require_movable(plan)
-        except PlanError as error:
-            self.planning.decisions.refuse(str(error))
-            return False
-        return True
+        planning = self.planning
+        decision = planning.take_decision(self.coming_plan) if planning.has_decided else None
+        if decision is not None and decision.is_new:
+            try:
+                self.adopt(Plan.from_json(decision.plan))
+            except PlanError as error:
+                refusal = str(error)
+        plans = [part.plan.to_json() for part in self._asked]
+        return _Notice(plans, decision, refusal, ends, self.asks_to_end)
 
     def forget_older_weights(self) -> None:
         """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
@@ -373,12 +384,15 @@ class AsynchronousPipeline(Pipeline):
             self._minibatches.newest_update,
         )
 
-    def _require_movable(self, plan: Plan) -> None:
-        """Raises PlanError where a plan cannot come into force in an asynchronous schedule."""
-        objection = self.changes.objection_to(plan.placement)
+    def _require_movable(self, parts: Sequence[CutOver]) -> None:
+        """Raises PlanError where plans cannot come into force one after the other in an
+        asynchronous schedule.
+        """
+        objection = self.changes.objection_to(parts)
         if objection:
             raise PlanError(objection)
-        schedule = self.settings.schedule
+        # A layer moves in one part only.
+        plan, schedule = parts[-1].plan, self.settings.schedule
         if self._aggregation is not None and self._aggregation.in_order:
             raise PlanError(
                 f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
@@ -417,7 +431,7 @@ class AsynchronousPipeline(Pipeline):
     @property
     def num_waiting_changes(self) -> int:
         """How many changes of owners have been asked for, and have not begun."""
-        return self._live.num_waiting
+        return self._live.num_waiting + bool(self._asked)
 
     @property
     def live_migration(self) -> LiveMigration | None:

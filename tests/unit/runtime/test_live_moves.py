@@ -27,6 +27,7 @@ from lightning_pipeshift.runtime.ownership import live_migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.step.minibatches import Minibatches
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from tests.asynchronous_reference import _ends_of_groups, _newest
@@ -43,7 +44,8 @@ class Case(NamedTuple):
 
     Args:
         stage_of: at the start.
-        moves: the stages of the layers that are asked for in front of a minibatch.
+        moves: the stages of the layers that are asked for in front of a minibatch: one after
+            another, in place of those that have not begun.
         num_stages: of the pipeline.
         epochs: how many minibatches each epoch has.
         delays: whether it is ``async-2bw``.
@@ -298,9 +300,9 @@ class OneStage:
             self._network.send("notices", self.stage, self.stage + 1, plans)
             most = 2 * self.case.num_stages
             self._network.settle("notices", self.stage, self.stage + 1, most)
-        for plan in plans:
-            asked: Any = plan
-            self.live.request(asked)
+        if plans:
+            asked: Any = plans
+            self.live.request(CutOver(plan, 0) for plan in asked)
 
     def _finish(self, minibatch: Any) -> None:
         if self.stage + 1 < self.case.num_stages:

@@ -24,16 +24,19 @@ LAYERS = tuple(
 STATIC = 4 * WEIGHTS
 
 
-def measured(bandwidth: float, memory_bytes: int = 0) -> Measured:
-    devices = tuple(Device(f"host{n}", "cpu", memory_bytes=memory_bytes) for n in range(2))
+def measured(bandwidth: float, memory_bytes: int = 0, num_stages: int = 2) -> Measured:
+    devices = [Device(f"host{n}", "cpu", memory_bytes=memory_bytes) for n in range(num_stages)]
     times = KindProfile((0.010,) * 8, (0.020,) * 8)
     profile = Profile(LAYERS, {"cpu": times}, 1.0, 4)
-    return Measured(profile, Cluster(devices, outside=Link(0.0, bandwidth)), ((0, 1),))
+    cluster = Cluster(tuple(devices), outside=Link(0.0, bandwidth))
+    return Measured(profile, cluster, (tuple(range(num_stages)),))
 
 
-def plan(*counts: int) -> Plan:
+def plan(*counts: int, schedule: str = "1f1b") -> Plan:
     records = tuple(LayerRecord(layer.name, WEIGHTS, 0.01, 0) for layer in LAYERS)
-    return Plan(records, Placement((counts,)), "1f1b", 4, ranks=((0, 1),))
+    microbatches = 4 if schedule == "1f1b" else 1
+    ranks = (tuple(range(len(counts))),)
+    return Plan(records, Placement((counts,)), schedule, microbatches, ranks=ranks)
 
 
 def split(
@@ -76,3 +79,34 @@ def test_what_is_held_twice_counts() -> None:
         split(plan(6, 2), plan(3, 5), measured(1e12, enough - MB))
     # The new owner lacks no more than the old one did.
     assert split(plan(2, 6), plan(3, 5), measured(1e12, enough)) == [((3, 5), 0)]
+
+
+def asynchronous(*counts: int) -> Plan:
+    return plan(*counts, schedule="async")
+
+
+def test_an_asynchronous_step_is_a_minibatch() -> None:
+    # It takes about 0.18 s, and a layer 0.08 s at the higher rate.
+    fast, slow = (measured(rate * MB) for rate in (1300, 600))
+    assert split(asynchronous(6, 2), asynchronous(3, 5), fast) == [
+        ((5, 3), 0),
+        ((4, 4), 0),
+        ((3, 5), 0),
+    ]
+    assert split(asynchronous(6, 2), asynchronous(4, 4), slow) == [((5, 3), 0), ((4, 4), 0)]
+    assert split(asynchronous(6, 2), asynchronous(3, 5), measured(1e12)) == [((3, 5), 0)]
+
+
+def test_while_minibatches_are_in_flight_both_owners_hold_every_version() -> None:
+    # Of a layer, the second of three stages holds two versions of the weights.
+    old, new, of_a_layer = asynchronous(3, 3, 2), asynchronous(1, 4, 3), STATIC + WEIGHTS
+    assert split(old, new, measured(1e12, 5 * of_a_layer, 3)) == [((1, 4, 3), 0)]
+    # It gives one layer away, and gets another one.
+    in_parts = [((2, 3, 3), 0), ((1, 4, 3), 0)]
+    for enough in (5 * of_a_layer - MB, 4 * of_a_layer):
+        assert split(old, new, measured(1e12, enough, 3)) == in_parts
+    with pytest.raises(PlanError, match=r"stage 1 .* 500.0 MB or .* 125.0 MB of them .* 1.0 MB"):
+        split(old, new, measured(1e12, 4 * of_a_layer - MB, 3))
+    # A stage that has too much may give some of it away.
+    relief = measured(1e12, 5 * of_a_layer)
+    assert split(asynchronous(6, 2), asynchronous(3, 5), relief) == [((3, 5), 0)]
