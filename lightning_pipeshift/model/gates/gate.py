@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pipeshift.compat.torch_private import without_torch_function
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.side_outputs import SideOutputs
@@ -177,7 +178,9 @@ class _Brings:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self._gate is not None:
-            self._gate.bring_weights()
+            # Else the mode that follows code between layers would take part in setting `data`.
+            with without_torch_function():
+                self._gate.bring_weights()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Brings:
         return _Brings(None)
