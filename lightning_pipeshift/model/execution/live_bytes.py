@@ -4,6 +4,7 @@ peak, on any device, also on one that keeps no statistics of its allocations.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -36,9 +37,10 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes: int = 0
         """The largest number of bytes that lived at once, since the count began, or since this
         attribute was set to another value."""
-        # By identity, which another storage has as soon as this one is freed.
+        # Storages are freed in any thread. By identity, which another storage may have later.
+        self._lock = threading.RLock()
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._left_out = {storage_key(tensor.untyped_storage()) for tensor in left_out}
+        self.leave_out(left_out)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -50,19 +52,26 @@ class LiveBytes(TorchDispatchMode):
         for value in values:
             is_real = isinstance(value, Tensor) and not isinstance(value, Placeholder)
             if is_real and value.layout is torch.strided:
-                self._count(value.untyped_storage())
+                storage = value.untyped_storage()
+                # Fake tensors name a device, too, but their storage is on the meta device.
+                if storage.device.type == self._device.type:
+                    self._count(storage, storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage_key(storage), storage.nbytes()
-        # Fake tensors name a device, too, but their storage is on the meta device.
-        is_here = storage.device.type == self._device.type
-        if not is_here or key in self._known or key in self._left_out:
-            return
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """The memory of these tensors does not count."""
+        for tensor in tensors:
+            self._count(tensor.untyped_storage(), 0)
+
+    def _count(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage_key(storage)
 
         def freed(_: Any) -> None:
-            self.num_bytes -= num_bytes
-            del self._known[key]
+            with self._lock:
+                self.num_bytes -= num_bytes
+                del self._known[key]
 
-        self._known[key] = weakref.ref(storage, freed)
-        self.num_bytes += num_bytes
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = weakref.ref(storage, freed)
+                self.num_bytes += num_bytes

@@ -24,7 +24,7 @@ from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import window_bytes
+from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
@@ -335,6 +335,19 @@ class Replanning:
             for place, layer in enumerate(shared.layers):
                 found[layer] += (parts if place else sums) * shared.sent_bytes
         return found
+
+    def room_bytes(self, plan: Plan, vm: int, stage: int, layers: Iterable[int]) -> int:
+        """The bytes that a stage leaves free for its batches, and for the layer that runs.
+
+        Args:
+            plan: the plan in force.
+            vm: the virtual machine.
+            stage: the stage.
+            layers: those that run on it.
+        """
+        num_stages, working = plan.placement.num_stages(vm), self.profiler.working_bytes
+        num_held = batches_held(plan.schedule, num_stages, plan.microbatches)[stage]
+        return num_held * self._batch_bytes + max((working.get(n, 0) for n in layers), default=0)
 
     def window_bytes(self, waiting: Iterable[int]) -> float:
         """The device's memory for the weights of layers that wait in host memory.

@@ -660,7 +660,11 @@ class Pipeline:
             self.planning.static_bytes(stage, self.channels.num_stages, on_host, waiting),
             self.planning.profiler.expected_bytes,
             self._layers_on_their_way,
-            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting) + window_bytes,
+            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting)
+            + window_bytes
+            + self.planning.room_bytes(
+                self.plan, self.vm, stage, {*own, *self._layers_on_their_way}
+            ),
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
