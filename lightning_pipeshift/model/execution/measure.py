@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.streams import synchronize
+from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
@@ -37,12 +38,14 @@ class Figures(NamedTuple):
         backward_seconds: its backward, 0 where it was not measured.
         tensors: the saved tensors of its forward.
         input_bytes: the size of its inputs.
+        working_bytes: the memory that it takes for a moment in addition, forward or backward.
     """
 
     forward_seconds: float
     backward_seconds: float = 0.0
     tensors: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
+    working_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
         """The sum of two calls."""
@@ -51,6 +54,7 @@ class Figures(NamedTuple):
             self.backward_seconds + other.backward_seconds,
             self.tensors,
             self.input_bytes + other.input_bytes,
+            max(self.working_bytes, other.working_bytes),
         )
 
 
@@ -154,6 +158,8 @@ class Stopwatch:
                         _, seconds = self._seconds(partial(torch.autograd.backward, ends, ones))
                     backward = min(backward, seconds)
                 observer.end()
+                tensors = tuple(observer.of_layers.get(gate.index, ())) if trains else ()
+                working = self._working_bytes(gate, leaves, rebuild, slots) if trains else 0
         except Exception:
             # Any error only means that this layer needs real inputs; the planner estimates its time
             # from its parameters instead.
@@ -161,9 +167,39 @@ class Stopwatch:
         return Figures(
             forward,
             backward,
-            tuple(observer.of_layers.get(gate.index, ())) if trains else (),
+            tensors,
             observer.of_inputs.get(gate.index, 0),
+            max(0, working - sum(tensor.num_bytes for tensor in tensors)),
         )
+
+    def _working_bytes(
+        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, slots: Sequence[Slot]
+    ) -> int:
+        """The peak memory of a forward and backward of the layer, without its parameters, buffers,
+        accumulated gradients, and the batch.
+        """
+        made_up: Any = [self._made_up(leaf, True) for leaf in leaves]
+        there = {address_of(x): x for slot in slots if (x := slot.get()) is not None}
+        gradients = [x.grad for x in there.values() if x.grad is not None]
+        stand_ins = set(self._stand_ins(leaves, made_up))
+        batch = [x for x in made_up if isinstance(x, Tensor) and address_of(x) in stand_ins]
+        live = LiveBytes(self._device, [*there.values(), *gradients, *batch])
+        with live:
+            live.note(made_up)
+            args, kwargs = rebuild(made_up)
+            before = Arguments(args, kwargs)
+            try:
+                output: Any = gate.run(*args, **kwargs)
+            finally:
+                before.put_back()
+            # As in a step: from here on only the graph keeps memory alive.
+            del made_up, args, kwargs, before
+            ends: Any = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
+            end: Any = _Ones.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
+            del output, ends
+            if end is not None:
+                end.backward(end.detach())
+        return live.peak_bytes
 
     def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
         """The addresses of synthetic inputs that replace memory in use anyway."""
@@ -211,3 +247,18 @@ class Stopwatch:
         if like.dtype.is_floating_point or like.dtype.is_complex:
             return torch.randn(like.shape, device=self._device).to(like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
+
+
+class _Ones(torch.autograd.Function):
+    """Gives each tensor a gradient of ones, in memory that only the backward holds: as the next
+    layer would.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.made_as = [(x.shape, x.dtype, x.device) for x in tensors]
+        return torch.zeros(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return tuple(torch.ones(s, dtype=d, device=at) for s, d, at in ctx.made_as)

@@ -347,9 +347,8 @@ class Observer:
         self._timed = timed
         self.of_layers: dict[int, list[SavedTensor]] = {}
         self.of_inputs: dict[int, int] = {}
-        self._known: set[int] = set()
-        # Keeps storages alive, as the addresses of freed ones could be reused.
-        self._held: list[Tensor] = []
+        # By address, until the memory is freed (a tensor was swapped): then others may get it.
+        self._known: dict[int, Any] = {}
 
     @property
     def bytes_of_layers(self) -> dict[int, int]:
@@ -391,11 +390,13 @@ class Observer:
         address = address_of(tensor)
         num_bytes = 0
         if not is_resident and address not in self._known:
-            self._known.add(address)
-            self._held.append(tensor.detach())
+            memory: Any = tensor
             num_bytes = tensor.numel() * tensor.element_size()
             if tensor.layout is torch.strided:
-                num_bytes = tensor.untyped_storage().nbytes()
+                memory = tensor.untyped_storage()
+                num_bytes = memory.nbytes()
+            forget = partial(self._known.pop, address)
+            self._known[address] = weakref.ref(memory, lambda _: forget(None))
         self.of_layers.setdefault(layer, []).append(
             SavedTensor(
                 number=number,
@@ -413,7 +414,6 @@ class Observer:
 
     def end(self) -> None:
         """Called when the microbatch has ended."""
-        self._held.clear()
         self._known.clear()
 
 

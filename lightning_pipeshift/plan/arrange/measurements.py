@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 
 from lightning_pipeshift.plan.arrange.request import Arrangement
 from lightning_pipeshift.plan.cost.prediction import Pipelines, Prediction
-from lightning_pipeshift.plan.cost.workload import Cut, passing_bytes, window_bytes, workload_of
+from lightning_pipeshift.plan.cost.workload import (
+    Cut,
+    batches_held,
+    passing_bytes,
+    window_bytes,
+    workload_of,
+)
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -196,12 +202,15 @@ class Measured:
 
     def _held(self, plan: Plan, vm: int) -> list[float]:
         """The bytes that each stage cannot do without: weights, gradients, optimizer state,
-        payloads, and the larger of what one layer saves and of its state in host memory.
+        payloads, batches, what a layer takes for a moment, and the larger of what one layer saves
+        and of its state in host memory.
         """
         layers = self.profile.layers
         payloads = (0, *plan.stage_payload_bytes(vm), 0)
+        num_stages = plan.placement.num_stages(vm)
+        batches = batches_held(plan.schedule, num_stages, plan.microbatches)
         found = []
-        for stage in range(plan.placement.num_stages(vm)):
+        for stage in range(num_stages):
             own = plan.placement.layers_of(vm, stage)
             waiting = [layers[n].waiting_bytes for n in own if n in plan.weights_on_host_of(vm)]
             at_once = [layers[n].saved_bytes for n in own]
@@ -215,6 +224,8 @@ class Measured:
                 for n in own
             )
             passing = passing_bytes(*payloads[stage : stage + 2])
+            passing += batches[stage] * self.profile.batch_bytes
+            passing += max((layers[n].working_bytes for n in own), default=0)
             found.append(held + passing + window_bytes(waiting) + max(at_once, default=0))
         return found
 

@@ -50,10 +50,13 @@ class Footprint:
     Args:
         timeline: of the step.
         traces: of the saved tensors.
-        static_bytes: memory held permanently, and memory reserved for messages.
+        static_bytes: memory held permanently, and memory reserved for messages, batches, and what
+            runs.
         update_bytes: memory that optimizer state and weights from the host need in addition while
             the optimizer steps, and no saved tensor is held.
         update_seconds: by which moving them then delays a step, on average.
+        batches_bytes: the part of ``static_bytes`` for batches.
+        momentary_bytes: the part of it for what a layer takes for a moment.
     """
 
     timeline: Timeline
@@ -61,6 +64,8 @@ class Footprint:
     static_bytes: tuple[float, ...]
     update_bytes: tuple[float, ...]
     update_seconds: float = 0.0
+    batches_bytes: tuple[float, ...] = ()
+    momentary_bytes: tuple[float, ...] = ()
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -210,15 +215,27 @@ class Footprints:
                 moments = self._moments[timed, stage]
                 self._effects[key] = effects(stage, moments, loads, self._links)
             found.append(self._effects[key])
+        batches = tuple(workload.batches_bytes.tolist())
+        momentary = tuple(
+            float(workload.most_momentary_bytes[ends]) for ends in pairwise(cut.bounds)
+        )
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
             + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
+            + batches[stage]
+            + momentary[stage]
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
-        made = tuple(traces(found, self._traces))
-        if not cut.optimizer_on_host and not cut.weights_on_host:
-            return Footprint(timeline, made, tuple(static), (0.0,) * len(static))
-        return self._with_moved(cut, Footprint(timeline, made, tuple(static), ()))
+        whole = Footprint(
+            timeline,
+            tuple(traces(found, self._traces)),
+            tuple(static),
+            (0.0,) * len(static),
+            batches_bytes=batches,
+            momentary_bytes=momentary,
+        )
+        is_moved = cut.optimizer_on_host or cut.weights_on_host
+        return self._with_moved(cut, whole) if is_moved else whole
 
     def _with_moved(self, cut: Cut, found: Footprint) -> Footprint:
         """The footprint with some layers' optimizer state or weights in host memory."""

@@ -98,12 +98,14 @@ class Workload:
         input_bytes: (L,) held for it instead if the layer is recomputed.
         outside_bytes: (L,) the part of both that recomputation does not restore: what code around
             the layer saves.
+        momentary_bytes: (L,) held in addition while the layer runs.
         payload_bytes: (L + 1,) the values that cross the boundary before layer b; 0 at the ends of
             the model.
         usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
         num_accumulated: how many minibatches make an update of an asynchronous pipeline.
+        batch_bytes: a microbatch's part of the batch.
         allowed: the boundaries that may be cut; ``None``: all.
         sharers: the same stages have to have these layers, or one stage all of them if that is so
             now.
@@ -123,11 +125,13 @@ class Workload:
     saved_bytes: Numbers
     input_bytes: Numbers
     outside_bytes: Numbers
+    momentary_bytes: Numbers
     payload_bytes: Numbers
     usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
     num_accumulated: int = 1
+    batch_bytes: float = 0.0
     allowed: frozenset[int] | None = None
     sharers: tuple[Sharers, ...] = ()
 
@@ -143,7 +147,7 @@ class Workload:
     def in_flight(self) -> tuple[int, ...]:
         """The peak number of microbatches of which each stage holds activations."""
         if self.objective.is_pace:
-            return tuple(range(self.num_stages, 0, -1))
+            return batches_held(self.schedule, self.num_stages, 1)
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
 
     @property
@@ -272,8 +276,8 @@ class Workload:
         return possible
 
     def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
-        """The peak memory of each stage: that of its layers, the activations in flight, and
-        messages.
+        """The peak memory of each stage: that of its layers, the activations in flight, messages,
+        the batch, and what runs.
 
         This is what :class:`~lightning_pipeshift.plan.cost.memory_model.Footprints` finds in the
         timeline, if no tensor is swapped, all optimizer state is on the device, and every stage
@@ -283,7 +287,7 @@ class Workload:
         again = sorted(cut.recompute)
         held[:, again] -= self.freed_bytes[:, again]
         return tuple(
-            float(self.message_bytes[s, begin, end] + held[s, begin:end].sum())
+            float(self.besides_bytes[s, begin, end] + held[s, begin:end].sum())
             for s, (begin, end) in enumerate(pairwise(cut.bounds))
         )
 
@@ -297,6 +301,30 @@ class Workload:
         received, sent = self.payload_bytes[:, None], self.payload_bytes
         held: Numbers = passing_bytes(received, sent) + in_flight * sent
         return held
+
+    @property
+    def batches_bytes(self) -> Numbers:
+        """(S,): the parts of batches on each stage's device."""
+        held = batches_held(self.schedule, self.num_stages, self.microbatches)
+        return self.batch_bytes * np.array(held, dtype=np.float64)
+
+    @cached_property
+    def most_momentary_bytes(self) -> Numbers:
+        """(L + 1, L + 1): the most that one of the layers from b to e takes for a moment, at ``[b,
+        e]``.
+        """
+        most = np.zeros((self.num_layers + 1, self.num_layers + 1))
+        each = np.triu(np.tile(self.momentary_bytes, (self.num_layers, 1)))
+        np.maximum.accumulate(each, axis=1, out=most[:-1, 1:])
+        return most
+
+    @cached_property
+    def besides_bytes(self) -> Numbers:
+        """(S, L + 1, L + 1): held by stage s in addition to what its layers from b to e hold, at
+        ``[s, b, e]``: for messages, its batches, and the layer that runs.
+        """
+        held: Numbers = self.batches_bytes[:, None, None] + self.most_momentary_bytes
+        return self.message_bytes + held
 
     def fits(self, cut: Cut) -> bool:
         """Whether every stage has enough memory for it."""
@@ -389,6 +417,13 @@ class Workload:
             self, saved_bytes=part * self.saved_bytes, outside_bytes=part * self.outside_bytes
         )
 
+    def smaller(self, factor: float) -> Workload:
+        """The same layers, with microbatches of ``1 / factor`` of the size; only their memory."""
+        names = ("saved_bytes", "input_bytes", "outside_bytes", "payload_bytes", "batch_bytes")
+        sizes = {name: getattr(self, name) / factor for name in names}
+        momentary = momentary_bytes(self.momentary_bytes, self.weight_bytes, 1 / factor)
+        return replace(self, momentary_bytes=momentary, **sizes)
+
     def with_microbatches(self, microbatches: int, schedule: str | None = None) -> Workload:
         """The same layers in another schedule."""
         return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)
@@ -413,6 +448,27 @@ def passing_bytes(received: Any, sent: Any) -> Any:
         sent: the payload that it sends.
     """
     return (1 + SENDS_UNDER_WAY) * received + sent
+
+
+def batches_held(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
+    """How many microbatches' parts of batches are on each stage's device: those of a step, or those
+    of the minibatches in flight.
+    """
+    if Objective.of(schedule, microbatches).is_pace:
+        return tuple(range(num_stages, 0, -1))
+    return (microbatches,) * num_stages
+
+
+def momentary_bytes(measured: Numbers, gradients: Numbers, share: float) -> Numbers:
+    """(L,): what layers take for a moment with microbatches of another size, at most: the gradient
+    of a parameter, which may be a part of it, is as large with any.
+
+    Args:
+        measured: (L,) with microbatches of the measured size.
+        gradients: (L,) of all parameters of a layer.
+        share: the size of a microbatch, relative to the measured size.
+    """
+    return np.minimum(max(1.0, share) * measured, share * measured + gradients)
 
 
 def running_sums(table: Numbers) -> LongNumbers:
@@ -511,10 +567,12 @@ def workload_of(
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
         outside_bytes=of_layers("outside_bytes", share),
+        momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, share),
         payload_bytes=np.array([*payload[:-1], 0.0]),
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,
         num_accumulated=profile.num_accumulated,
+        batch_bytes=share * profile.batch_bytes,
         allowed=allowed,
     )

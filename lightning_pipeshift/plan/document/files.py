@@ -423,16 +423,23 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 _Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
 _FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
+_WHERE_THERE: Final = ("tensors", "joins_next", "waiting_bytes", "working_bytes")
+"""The fields of a layer that are written where there is something to write."""
 _Tensor = Annotated[SavedTensor, Entry(("spares",))]
-_Layer = Annotated[
-    LayerProfile, Entry(("tensors", "joins_next", "waiting_bytes"), tensors=tuple[_Tensor, ...])
-]
+_Layer = Annotated[LayerProfile, Entry(_WHERE_THERE, tensors=tuple[_Tensor, ...])]
 _PROFILE: Final = Document(
     Profile,
     "the profile",
     "measure the profile again",
     PROFILE_VERSION,
-    optional=("num_accumulated", "num_gradients", "shared", "overlaps_updates", "state_stays"),
+    optional=(
+        "num_accumulated",
+        "num_gradients",
+        "shared",
+        "overlaps_updates",
+        "state_stays",
+        "batch_bytes",
+    ),
     layers=tuple[_Layer, ...],
     kinds=dict[str, Annotated[KindProfile, Entry(())]],
     samples=Annotated[Number, check(lambda n: 0 < n < math.inf, "finite and above 0")],
@@ -444,6 +451,7 @@ _PROFILE: Final = Document(
     num_accumulated=_FromOne,
     num_gradients=_FromOne,
     shared=tuple[Annotated[SharedWeights, Entry(())], ...],
+    batch_bytes=Annotated[Whole, check(lambda n: n >= 0, "at least 0")],
 )
 
 
@@ -468,6 +476,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "shared": [asdict(each) for each in profile.shared],
         "overlaps_updates": profile.overlaps_updates,
         "state_stays": profile.state_stays,
+        "batch_bytes": profile.batch_bytes,
         "layers": [_written(layer) for layer in profile.layers],
         "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }
@@ -479,7 +488,7 @@ def _written(layer: LayerProfile) -> dict[str, Any]:
     for tensor in found["tensors"]:
         if not tensor["spares"]:
             del tensor["spares"]
-    for name in ("tensors", "joins_next", "waiting_bytes"):
+    for name in _WHERE_THERE:
         if not found[name]:
             del found[name]
     return found

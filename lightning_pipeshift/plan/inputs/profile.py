@@ -35,6 +35,8 @@ class LayerProfile:
         joins_next: whether the next layer has to be on the same stage: this layer, or one before
             it, is called again with results of a layer after it.
         waiting_bytes: the part of ``parameter_bytes`` that may be in host memory while it waits.
+        working_bytes: what it takes for a moment while it runs, forward or backward, beyond what it
+            saves: temporary results, its input and output, and gradients on their way.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LayerProfile:
     tensors: tuple[SavedTensor, ...] = ()
     joins_next: bool = False
     waiting_bytes: int = 0
+    working_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -149,6 +152,7 @@ class Profile:
             machines, while the next step begins.
         state_stays: why the optimizer's state cannot be in host memory between two steps, in words;
             empty if it can.
+        batch_bytes: a microbatch's part of the batch, which is on each stage's device.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -162,6 +166,7 @@ class Profile:
     shared: tuple[SharedWeights, ...] = ()
     overlaps_updates: bool = False
     state_stays: str = ""
+    batch_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -42,6 +42,7 @@ class RankFigures:
         saved_bytes: of the tensors that layers save for a microbatch.
         tensors: these tensors, one by one.
         input_bytes: of the layers' inputs.
+        working_bytes: what layers take for a moment.
         optimizer_bytes: of the optimizer's state for its own layers.
         is_last: whether it runs the code after the last layer.
         held_bytes: the device memory that the model takes before its layers are distributed.
@@ -62,6 +63,7 @@ class RankFigures:
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
     tensors: Mapping[int, tuple[SavedTensor, ...]] = field(default_factory=dict)
     input_bytes: Mapping[int, int] = field(default_factory=dict)
+    working_bytes: Mapping[int, int] = field(default_factory=dict)
     optimizer_bytes: Mapping[int, int] = field(default_factory=dict)
     is_last: bool = False
     held_bytes: int = 0
@@ -230,5 +232,6 @@ def _with_bytes(layer: LayerProfile, index: int, figures: Sequence[RankFigures])
             default=layer.tensors,
         ),
         input_bytes=most("input_bytes"),
+        working_bytes=most("working_bytes"),
         optimizer_bytes=most("optimizer_bytes"),
     )

@@ -38,18 +38,25 @@ def over_budget(problem: Problem, found: Footprint) -> BudgetError:
     )
     if host_lacks or not any(limit.host_bytes for limit in limits):
         remedies.append("or more host memory (`host_budget`)")
-    state, own_weights = " the optimizer's state", f"{weights}, "
-    if problem.weights_on_host:
-        own_weights = "the weights of two layers at a time, "
-    if problem.optimizer_on_host or problem.weights_on_host:
-        state = ""
-    elif stays := problem.profile.state_stays:
-        state += f" (which stays on the device: {stays})"
+    parts = ["the weights of two layers at a time" if problem.weights_on_host else weights]
+    parts.append("gradients")
+    if not problem.optimizer_on_host and not problem.weights_on_host:
+        stays = problem.profile.state_stays
+        parts.append(
+            "the optimizer's state" + f" (which stays on the device: {stays})" * bool(stays)
+        )
+    parts.append("messages between stages")
+    for what, size in (
+        ("batches", found.batches_bytes[stage]),
+        ("what a layer takes for a moment while it runs", found.momentary_bytes[stage]),
+    ):
+        if size:
+            parts.append(f"{what} ({ceil_bytes_text(size)})")
     has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
     return BudgetError(
         f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
-        f" best plan found, {fixed} of it for {own_weights}gradients,{state} and messages"
-        f" between stages. What would help: {'; '.join(remedies)}."
+        f" best plan found, {fixed} of it for {', '.join(parts[:-1])} and {parts[-1]}."
+        f" What would help: {'; '.join(remedies)}."
     )
 
 

@@ -85,7 +85,9 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     limit = f" of {bytes_text(budget)}" if math.isfinite(budget) else ""
     yield (
         f"── stage {stage}: at most {bytes_text(found.peak_bytes[stage])}{limit}"
-        f" ({bytes_text(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
+        f" ({bytes_text(found.static_bytes[stage])} weights, gradients, optimizer, messages,"
+        f" {bytes_text(found.batches_bytes[stage])} batch and"
+        f" {bytes_text(found.momentary_bytes[stage])} for a moment;"
         f" {bytes_text(before.peak_bytes[stage])} if all stays) "
     ).ljust(100, "─")
     yield from _state_on_host(machine, stage)
@@ -204,7 +206,8 @@ def picture(
         trace: of a stage; of a long step its first part.
         step_seconds: how long the trace is.
         budget_bytes: of the stage, drawn if it lies within the picture.
-        static_bytes: what the stage holds all the time: weights, gradients, optimizer, messages.
+        static_bytes: what the stage holds all the time, or keeps free for a moment: weights,
+            gradients, optimizer, messages, the batch, and what a running layer takes.
     """
     columns = [static_bytes + held for held in columns_of(trace, step_seconds, _WIDTH)]
     top = max(static_bytes + trace.peak_bytes, 1.0)

@@ -54,14 +54,8 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
                 yield f"schedule={schedule!r}"
     for factor in (2, 4, 8):
         number = factor * workload.microbatches
-        smaller = replace(
-            workload if is_asynchronous else workload.with_microbatches(number),
-            saved_bytes=workload.saved_bytes / factor,
-            input_bytes=workload.input_bytes / factor,
-            outside_bytes=workload.outside_bytes / factor,
-            payload_bytes=workload.payload_bytes / factor,
-        )
-        if _fits(smaller, recompute):
+        smaller = workload if is_asynchronous else workload.with_microbatches(number)
+        if _fits(smaller.smaller(factor), recompute):
             yield (
                 f"batches of 1/{factor} of the size"
                 if is_asynchronous

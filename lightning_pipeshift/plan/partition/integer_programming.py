@@ -24,9 +24,10 @@ Constraints:
 4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
 6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] + sum over b of received[b] c[s - 1, b]
-   + sent[s, b] c[s, b] <= usable[s]``, with ``held = fixed + in flight * saved``, ``freed = (in
-   flight - 1) * saved - in flight * input + outside``, and the memory of a stage's messages if it
-   begins and ends at b (:meth:`Workload.memory_bytes`).
+   + sent[s, b] c[s, b] + momentary[k] x[s, k] <= usable[s] - batches[s]`` for each layer k, with
+   ``held = fixed + in flight * saved``, ``freed = (in flight - 1) * saved - in flight * input +
+   outside``, and the memory of a stage's messages if it begins and ends at b
+   (:meth:`Workload.memory_bytes`).
 7. ``slot[s] + sum over l of forward[s, l] z[s, l] <= T``, with ``slot[s] = sum over l of
    (forward + backward)[s, l] x[s, l] + extra[s] n[s]`` (n is 1 on the last stage).
 8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
@@ -162,7 +163,10 @@ def _formulated(
     may = [workload.allowed is None or b in workload.allowed for b in boundaries[inner].tolist()]
     layers_of = np.kron(np.eye(num_stages - 1), np.ones((num_layers, 1)))
     own = again[0] * num_layers + again[1]
-    known = np.flatnonzero(np.isfinite(workload.usable_bytes))
+    known = np.repeat(np.flatnonzero(np.isfinite(workload.usable_bytes)), num_layers)
+    runs_one = np.tile(np.arange(num_layers), len(known) // num_layers)
+    momentary = np.diag(workload.momentary_bytes[runs_one])
+    room = (workload.usable_bytes - workload.batches_bytes)[known]
     each_stage, each_link = np.ones((num_stages, 1)), np.ones((num_stages - 1, 1))
     windows = [
         (stage, further)
@@ -175,11 +179,9 @@ def _formulated(
         c.rows(inner).between(0.0, np.array(may, float)),  # 2 and 3
         (n.times(layers_of) - x.rows(np.arange(len(layers_of)))).between(0.0, np.inf),  # 4
         (x.rows(own) - z).between(0.0, np.inf),  # 5
-        peaks.rows(known)
+        (peaks.rows(known) + x.rows(known * num_layers + runs_one).times(momentary))
         .times(np.eye(len(known)) * byte)
-        .between(  # 6
-            -np.inf, workload.usable_bytes[known] * byte
-        ),
+        .between(-np.inf, room * byte),  # 6
         (pace.times(each_stage) - slots - recomputed).between(0.0, np.inf),  # 7
         (pace.times(each_link) - payloads).between(0.0, np.inf),  # 8
         (pace.times(each_link) - gradients).between(0.0, np.inf),

@@ -37,7 +37,7 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
     if recompute != "none":
         least = -np.inf if recompute == "full" else 0.0
         held = held - np.maximum(workload.freed_bytes, least)
-    return sums_of_ranges(held) + workload.message_bytes
+    return sums_of_ranges(held) + workload.besides_bytes
 
 
 class Recomputation:

@@ -208,7 +208,8 @@ class StageMemory:
             moving: layers that take memory here in addition, as they come to this stage or leave it
                 while minibatches are in flight.
             twice_bytes: what layers that change their owners between two steps take in addition,
-                and the part for weights that wait in host memory and come for a part of a step.
+                the part for weights that wait in host memory and come for a part of a step, and
+                what is left free for batches and for the layer that runs.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)

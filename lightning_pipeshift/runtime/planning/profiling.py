@@ -175,6 +175,7 @@ class Profiler:
             },
             tensors=tensors,
             input_bytes=inputs | self._observed_inputs(),
+            working_bytes=self.working_bytes,
             optimizer_bytes={
                 layer: sum(
                     bytes_of(_state_of(optimizer, parameter))
@@ -205,6 +206,11 @@ class Profiler:
         """The bytes that layers save for a microbatch."""
         found = {layer: guess.tensors for layer, guess in self._guesses.items()}
         return {layer: sum(t.num_bytes for t in tensors) for layer, tensors in found.items()}
+
+    @property
+    def working_bytes(self) -> dict[int, int]:
+        """The bytes that layers take for a moment while they run."""
+        return {layer: guess.working_bytes for layer, guess in self._guesses.items()}
 
     def at_level(self, figures: RankFigures, level: float) -> RankFigures:
         """The same with low or high quantiles instead of medians.

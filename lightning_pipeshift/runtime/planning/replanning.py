@@ -24,7 +24,7 @@ from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import window_bytes
+from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
@@ -128,7 +128,7 @@ class Replanning:
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
-        self._samples = 1.0
+        self._samples, self._batch_bytes = 1.0, 0
         self.shared: tuple[SharedWeights, ...] = ()
         """The trained parameters that several layers use, once they are known."""
         self.waiting_bytes: Mapping[int, int] = {}
@@ -169,6 +169,7 @@ class Replanning:
         optimizers: Sequence[Optimizer] | None,
         samples: float,
         held_bytes: int,
+        batch_bytes: int,
         trains: bool,
         memory: StageMemory | None = None,
     ) -> Measured | None:
@@ -181,6 +182,7 @@ class Replanning:
             optimizers: those of the run; ``None``: not known yet.
             samples: their number in a microbatch.
             held_bytes: the device memory that the model takes now.
+            batch_bytes: that of a microbatch's part of the batch.
             trains: whether the plan is for training.
             memory: this stage's memory, if saved tensors have a budget.
         """
@@ -191,7 +193,7 @@ class Replanning:
             self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers, self.waiting_bytes)
-        self._samples = samples
+        self._samples, self._batch_bytes = samples, batch_bytes
         self.profiler.held_bytes = held_bytes
         if memory is not None:
             traffic = memory.store.traffic
@@ -270,6 +272,7 @@ class Replanning:
             shared=self.shared,
             overlaps_updates=self.overlaps_updates,
             state_stays=self.state_stays,
+            batch_bytes=self._batch_bytes,
         )
         waited = tuple(each.waited_seconds for each in figures)
         return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())
@@ -332,6 +335,19 @@ class Replanning:
             for place, layer in enumerate(shared.layers):
                 found[layer] += (parts if place else sums) * shared.sent_bytes
         return found
+
+    def room_bytes(self, plan: Plan, vm: int, stage: int, layers: Iterable[int]) -> int:
+        """The bytes that a stage leaves free for its batches, and for the layer that runs.
+
+        Args:
+            plan: the plan in force.
+            vm: the virtual machine.
+            stage: the stage.
+            layers: those that run on it.
+        """
+        num_stages, working = plan.placement.num_stages(vm), self.profiler.working_bytes
+        num_held = batches_held(plan.schedule, num_stages, plan.microbatches)[stage]
+        return num_held * self._batch_bytes + max((working.get(n, 0) for n in layers), default=0)
 
     def window_bytes(self, waiting: Iterable[int]) -> float:
         """The device's memory for the weights of layers that wait in host memory.

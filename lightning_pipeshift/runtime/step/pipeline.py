@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import compiled_in
@@ -20,7 +20,7 @@ from lightning_pipeshift.model.execution.microbatch import (
     size_or_one,
     split,
 )
-from lightning_pipeshift.model.execution.trees import address_of
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
@@ -469,6 +469,7 @@ class Pipeline:
             optimizers,
             float(size_or_one(batch)),
             self._held_bytes(),
+            bytes_of(x for x in leaves_of(batch) if self._is_here(x)),
             trains,
             self.memory if trains else None,
         )
@@ -512,9 +513,12 @@ class Pipeline:
         held = {
             address_of(tensor): tensor
             for tensor in [*self.root.parameters(), *self.root.buffers()]
-            if tensor.device.type == self.channels.device.type
+            if self._is_here(tensor)
         }
         return bytes_of(held.values())
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.channels.device.type
 
     @property
     def plan_in_call_order(self) -> Plan:
@@ -656,7 +660,11 @@ class Pipeline:
             self.planning.static_bytes(stage, self.channels.num_stages, on_host, waiting),
             self.planning.profiler.expected_bytes,
             self._layers_on_their_way,
-            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting) + window_bytes,
+            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting)
+            + window_bytes
+            + self.planning.room_bytes(
+                self.plan, self.vm, stage, {*own, *self._layers_on_their_way}
+            ),
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates

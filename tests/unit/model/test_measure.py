@@ -105,6 +105,37 @@ def test_what_like_layers_save_differs_with_what_they_are_given():
     assert len(second) == len(first) + 1
 
 
+class Widens(nn.Module):
+    """Saves nothing, and makes much of its input for a moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x.repeat(1, 100).mean(dim=1, keepdim=True).expand(3, 4) + self.weight
+
+
+def working_bytes(model, *batch, held=()):
+    stopwatch = Stopwatch(CPU, RandomStreams(CPU), trains=True, held=held)
+    follow(model, *batch, stopwatch=stopwatch)
+    return [stopwatch.figures[index].working_bytes for index in range(3)]
+
+
+def test_what_a_layer_takes_for_a_moment():
+    model = Model(in_a_row, a=nn.Linear(4, 4), b=Widens(), c=nn.Linear(4, 4, bias=False))
+    linear, widens, last = working_bytes(model, X, held=[X.data_ptr()])
+    row = 3 * 4 * 4
+    # Its input, which it does not save, the wide one, and the means.
+    assert widens == row + 100 * row + 3 * 4
+    # The gradient of its output, that of its input, and that of its weight.
+    assert last == row + row + 4 * 4 * 4
+    # The batch is there anyway, and needs no gradient.
+    assert linear == row + (4 * 4 + 4) * 4
+    # Otherwise it is what the layer saves.
+    assert working_bytes(model, X)[0] == linear
+
+
 def test_every_call_counts():
     model = Model(lambda m, x: (m.a(x) + m.a(x)).sum() + m.b(x).sum(), a=Takes(0.5), b=Takes(0.5))
     seconds = timed(model, X)

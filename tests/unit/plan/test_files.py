@@ -264,7 +264,7 @@ def test_a_wrong_cluster_is_named(text, message, tmp_path):
 PROFILE = Profile(
     layers=(
         LayerProfile("wte", 4000, 4000, 8000, 100, 100, 0, 0),
-        LayerProfile("h.0", 1000, 1000, 2000, 200, 200, 5000, 100),
+        LayerProfile("h.0", 1000, 1000, 2000, 200, 200, 5000, 100, working_bytes=300),
     ),
     kinds={
         "NVIDIA A100": KindProfile((0.1, 1 / 3), (0.2, 0.6), 1e-5, 2e-5, 0.001, 0.002),
@@ -274,6 +274,7 @@ PROFILE = Profile(
     microbatches=8,
     step_seconds=0.01,
     optimizer_seconds_per_byte=1e-11,
+    batch_bytes=64,
 )
 
 
@@ -300,6 +301,15 @@ def test_a_saved_profile_has_a_layer_per_line(tmp_path):
         "saved_bytes": 0,
         "input_bytes": 0,
     }
+
+
+def test_a_profile_of_before_takes_nothing_for_a_moment(tmp_path):
+    path = tmp_path / "profile.json"
+    save_profile(PROFILE, path)
+    document = edit(json.loads(path.read_text()), "batch_bytes", ...)
+    path.write_text(json.dumps(edit(document, "layers/1/working_bytes", ...)))
+    found = load_profile(path)
+    assert (found.batch_bytes, found.layers[1].working_bytes) == (0, 0)
 
 
 def edit(value: Any, place: str, new: Any) -> Any:
@@ -352,6 +362,8 @@ def edit(value: Any, place: str, new: Any) -> Any:
             -2,
             r"kinds\['NVIDIA A100'\]: .*-2.0 in tail_forward; seconds are finite",
         ),
+        ("batch_bytes", -1, "field 'batch_bytes' is -1; it must be at least 0"),
+        ("layers/1/working_bytes", -5, "layer 'h.0': field 'working_bytes' is -5; .* at least 0"),
         ("samples", 10**400, "at most 308 digits"),
     ],
 )

@@ -99,7 +99,17 @@ def test_of_equal_cuts_the_one_that_recomputes_less():
 @pytest.mark.parametrize("unit", [2.0**-20, 2.0**20])
 def test_units_do_not_matter(unit):
     seconds = ("forward", "backward", "forward_extra", "backward_extra", "payload_seconds")
-    held = ("static", "weight", "saved", "input", "outside", "payload", "usable")
+    held = (
+        "static",
+        "weight",
+        "saved",
+        "input",
+        "outside",
+        "momentary",
+        "batch",
+        "payload",
+        "usable",
+    )
     sizes = [f"{name}_bytes" for name in held]
     for seed in range(10):
         given = random_workload(seed, num_layers=5, tight=True)

@@ -131,3 +131,9 @@ def test_bytes_are_those_of_whoever_knows():
     assert [layer.saved_bytes for layer in profile.layers] == [10, 30, 0, 0]
     assert [layer.optimizer_bytes for layer in profile.layers] == [8, 0, 0, 0]
     assert [layer.input_bytes for layer in profile.layers] == [0, 5, 0, 0]
+
+
+def test_what_layers_take_for_a_moment_is_the_most_that_any_rank_has_seen():
+    figures = [RankFigures(guesses=EQUAL, working_bytes={0: n, 2: 5}) for n in (3, 4)]
+    profile, _ = found("XX", *figures)
+    assert [layer.working_bytes for layer in profile.layers] == [4, 0, 5, 0]

@@ -86,7 +86,7 @@ def test_what_the_compute_hides_takes_no_time() -> None:
 def test_an_error_says_what_would_do() -> None:
     with pytest.raises(BudgetError, match=r"for the weights of two layers at a time, gradients"):
         best(90, rate=1000)
-    with pytest.raises(BudgetError, match=r"for weights, gradients, and messages"):
+    with pytest.raises(BudgetError, match=r"for weights, gradients and messages"):
         best(150, rate=1000, waiting=0)
 
 
