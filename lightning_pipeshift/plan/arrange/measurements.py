@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipeshift.plan.arrange.request import Arrangement
 from lightning_pipeshift.plan.cost.prediction import Pipelines, Prediction
 from lightning_pipeshift.plan.cost.workload import (
     Cut,
-    batches_held,
+    Workload,
     passing_bytes,
     window_bytes,
     workload_of,
@@ -162,34 +162,37 @@ class Measured:
 
     def lacking_during(self, old: Plan, new: Plan) -> str:
         """A message about the device that lacks the most memory while layers change their owners,
-        even if what most layers save leaves the device; empty if none does. In the step before, a
-        new owner has memory for the weights that come, and the old one has copies of them. In the
-        step in which the layers change their owners, the old owner still holds them.
+        even if what most layers save leaves the device; empty if none does.
+
+        In the step before, a new owner has memory for the weights that come, and the old one has
+        copies of them; in the step in which the layers change their owners, the old owner still
+        holds them. In an asynchronous pipeline minibatches of both owners are in flight: both hold
+        all that a layer takes permanently, with every version of its weights, and a stage that gets
+        no layer holds no more than before.
 
         Args:
             old: the plan before.
             new: the plan after. It has the same ranks.
         """
-        places = []
+        places = [(0.0, 0, 0, 0.0, 0.0)]
+        how = new.schedule, new.microbatches
         for vm, ranks in enumerate(self.ranks_of(old)):
-            stages = list(zip(old.placement.stages(vm), new.placement.stages(vm), strict=True))
-            held = [self._held(plan, vm) for plan in (old, new)]
-            for stage, rank in enumerate(ranks):
-                leaving = [layer for layer, (a, b) in enumerate(stages) if a == stage != b]
-                changing = [layer for layer, (a, b) in enumerate(stages) if a != stage == b]
-                changing += leaving
-                usable = self.cluster.devices[rank].usable_bytes
-                for own, twice in (
-                    (held[0][stage], sum(self._weights(old, vm, layer) for layer in changing)),
-                    (
-                        held[1][stage],
-                        sum(
-                            self._weights(old, vm, layer) + self._state(old, vm, layer)
-                            for layer in leaving
-                        ),
-                    ),
-                ):
-                    places.append((own + twice - usable, vm, stage, own + twice, twice))
+            workload = workload_of(self.profile, self.cluster, ranks, *how)
+            for stage, usable in enumerate(workload.usable_bytes.tolist()):
+                had, has = (set(each.placement.layers_of(vm, stage)) for each in (old, new))
+                for plan, own in ((old, had), (new, has)):
+                    if not new.is_asynchronous:
+                        runs = own
+                        comes = sum(self._weights(old, vm, layer) for layer in had ^ has)
+                        stays = sum(self._weights_and_state(old, vm, layer) for layer in had - has)
+                        twice = float(comes if plan is old else stays)
+                    elif has <= had:
+                        continue
+                    else:
+                        runs = had | has
+                        twice = self._static(workload, plan, vm, stage, runs - own)
+                    total = self._held(workload, plan, vm, stage, runs) + twice
+                    places.append((total - usable, vm, stage, total, twice))
         lacks, vm, stage, total, twice = max(places)
         if lacks <= 0:
             return ""
@@ -200,34 +203,36 @@ class Measured:
             f" {lacks / 1e6:.1f} MB more than it has. Move other layers, or give it more memory"
         )
 
-    def _held(self, plan: Plan, vm: int) -> list[float]:
-        """The bytes that each stage cannot do without: weights, gradients, optimizer state,
-        payloads, batches, what a layer takes for a moment, and the larger of what one layer saves
+    def _held(
+        self, workload: Workload, plan: Plan, vm: int, stage: int, runs: Collection[int]
+    ) -> float:
+        """The bytes that a stage cannot do without: weights, gradients, optimizer state, payloads,
+        batches, what a layer that runs takes for a moment, and the larger of what one layer saves
         and of its state in host memory.
         """
-        layers = self.profile.layers
+        own = plan.placement.layers_of(vm, stage)
+        waiting = [n for n in own if n in plan.weights_on_host_of(vm)]
+        at_once = [workload.saved_bytes[n] for n in own]
+        at_once += [workload.optimizer_bytes[n] for n in own if n in plan.optimizer_on_host_of(vm)]
         payloads = (0, *plan.stage_payload_bytes(vm), 0)
-        num_stages = plan.placement.num_stages(vm)
-        batches = batches_held(plan.schedule, num_stages, plan.microbatches)
-        found = []
-        for stage in range(num_stages):
-            own = plan.placement.layers_of(vm, stage)
-            waiting = [layers[n].waiting_bytes for n in own if n in plan.weights_on_host_of(vm)]
-            at_once = [layers[n].saved_bytes for n in own]
-            at_once += [
-                layers[n].optimizer_bytes for n in own if n in plan.optimizer_on_host_of(vm)
-            ]
-            held = sum(
-                self._weights(plan, vm, n)
-                + self._state(plan, vm, n)
-                + self.profile.num_gradients * layers[n].gradient_bytes
-                for n in own
-            )
-            passing = passing_bytes(*payloads[stage : stage + 2])
-            passing += batches[stage] * self.profile.batch_bytes
-            passing += max((layers[n].working_bytes for n in own), default=0)
-            found.append(held + passing + window_bytes(waiting) + max(at_once, default=0))
-        return found
+        return float(
+            self._static(workload, plan, vm, stage, own)
+            + window_bytes([workload.waiting_bytes[n] for n in waiting])
+            + max(at_once, default=0.0)
+            + passing_bytes(*payloads[stage : stage + 2])
+            + workload.batches_bytes[stage]
+            + max((workload.momentary_bytes[n] for n in runs), default=0.0)
+        )
+
+    @staticmethod
+    def _static(
+        workload: Workload, plan: Plan, vm: int, stage: int, layers: Collection[int]
+    ) -> float:
+        """The bytes that layers take permanently on a stage's device under a plan."""
+        on_host, waiting = plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
+        held = workload.fixed_bytes[stage, list(layers)].sum()
+        held -= sum(workload.optimizer_bytes[n] for n in layers if n in on_host)
+        return float(held - sum(workload.waiting_bytes[n] for n in layers if n in waiting))
 
     def _pipelines(self, plan: Plan) -> Pipelines:
         ranks, how = self.ranks_of(plan), (plan.schedule, plan.microbatches)
@@ -240,9 +245,10 @@ class Measured:
         on_host = layer in plan.weights_on_host_of(vm)
         return found.parameter_bytes - (found.waiting_bytes if on_host else 0)
 
-    def _state(self, plan: Plan, vm: int, layer: int) -> int:
+    def _weights_and_state(self, plan: Plan, vm: int, layer: int) -> int:
         on_host = layer in plan.optimizer_on_host_of(vm)
-        return 0 if on_host else self.profile.layers[layer].optimizer_bytes
+        state = 0 if on_host else self.profile.layers[layer].optimizer_bytes
+        return self._weights(plan, vm, layer) + state
 
     def _places(self, plan: Plan, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
         return [

@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import passing_bytes, window_bytes, workload_of
 from lightning_pipeshift.plan.document.moves import in_parts
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -72,12 +71,11 @@ def cut_overs(
 
     found = plans(costs.most_seconds)
     if measured is not None and checks_memory:
-        lacking = _lacking_in_flight if new.is_asynchronous else Measured.lacking_during
-        if any(lacking(measured, *pair) for pair in pairwise([old, *found])):
+        if any(measured.lacking_during(*pair) for pair in pairwise([old, *found])):
             # Less is held twice at a time.
             found = plans(0.0)
         for pair in pairwise([old, *found]):
-            if problem := lacking(measured, *pair):
+            if problem := measured.lacking_during(*pair):
                 raise PlanError(problem)
     return [
         CutOver(after, 0 if has_budget else costs.first(before, after))
@@ -124,43 +122,6 @@ class _Costs:
             busy[vm, source, to] = busy.get((vm, source, to), 0.0) + takes
         is_short = max(busy.values(), default=0.0) <= _SHORT * self.most_seconds
         return 0 if is_short else new.microbatches // 2
-
-
-def _lacking_in_flight(measured: Measured, old: Plan, new: Plan) -> str:
-    """As :meth:`Measured.lacking_during`, in an asynchronous pipeline: while minibatches of both
-    owners are in flight, both hold all that a layer takes permanently, with every version of its
-    weights. A stage that gets no layer holds no more than before.
-    """
-    places = [(0.0, 0, 0, 0.0, 0.0)]
-    how = new.schedule, new.microbatches
-    for vm, ranks in enumerate(measured.ranks_of(new)):
-        workload = workload_of(measured.profile, measured.cluster, ranks, *how)
-        for plan in (old, new):
-            payloads = (0, *plan.stage_payload_bytes(vm), 0)
-            on_host, waiting = plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
-            static = workload.fixed_bytes.copy()
-            static[:, list(on_host)] -= workload.optimizer_bytes[list(on_host)]
-            static[:, list(waiting)] -= workload.waiting_bytes[list(waiting)]
-            for stage, usable in enumerate(workload.usable_bytes):
-                had, has = ({*each.placement.layers_of(vm, stage)} for each in (old, new))
-                if has <= had:
-                    continue
-                own = plan.placement.layers_of(vm, stage)
-                twice = static[stage, list((had | has).difference(own))].sum()
-                window = window_bytes([workload.waiting_bytes[n] for n in own if n in waiting])
-                at_once = [workload.saved_bytes[n] for n in own]
-                at_once += [workload.optimizer_bytes[n] for n in own if n in on_host]
-                total = static[stage, list(own)].sum() + twice + window + max(at_once, default=0.0)
-                total += passing_bytes(*payloads[stage : stage + 2])
-                places.append((total - usable, vm, stage, total, twice))
-    lacks, vm, stage, total, twice = max(places)
-    if lacks <= 0:
-        return ""
-    return (
-        f"while layers move, stage {stage} of virtual machine {vm} would hold {total / 1e6:.1f} MB"
-        f" or more, {twice / 1e6:.1f} MB of them for layers that another stage has, too; that is"
-        f" {lacks / 1e6:.1f} MB more than it has. Move other layers, or give it more memory"
-    )
 
 
 def _moved(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:

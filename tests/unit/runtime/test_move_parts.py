@@ -107,6 +107,14 @@ def test_while_minibatches_are_in_flight_both_owners_hold_every_version() -> Non
         assert split(old, new, measured(1e12, enough, 3)) == in_parts
     with pytest.raises(PlanError, match=r"stage 1 .* 500.0 MB or .* 125.0 MB of them .* 1.0 MB"):
         split(old, new, measured(1e12, 4 * of_a_layer - MB, 3))
+    # So do the batches of two minibatches, and what the largest layer takes while it runs.
+    needed = measured(1e12, 4 * of_a_layer + 2 * 3 * MB + 5 * MB, 3)
+    layers = tuple(replace(layer, working_bytes=5 * MB) for layer in LAYERS)
+    profile = replace(needed.profile, layers=layers, batch_bytes=3 * MB)
+    assert split(old, new, replace(needed, profile=profile)) == in_parts
+    more = replace(profile, batch_bytes=3 * MB + 1)
+    with pytest.raises(PlanError, match=r"stage 1 .* 511.0 MB or .* 125.0 MB of them"):
+        split(old, new, replace(needed, profile=more))
     # A stage that has too much may give some of it away.
     relief = measured(1e12, 5 * of_a_layer)
     assert split(asynchronous(6, 2), asynchronous(3, 5), relief) == [((3, 5), 0)]
