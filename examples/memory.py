@@ -60,7 +60,7 @@ def train(budget: str | None) -> tuple[dict[str, float], Tensor]:
     return strategy.memory_figures, model.get_parameter("layers.0.0.weight").detach().clone()
 
 
-def main(budget: str = "3MB") -> None:
+def main(budget: str = "5MB") -> None:
     """Train twice, and compare.
 
     Args:

@@ -131,7 +131,7 @@ def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
         assert same_bits(mine, theirs)
         assert mine["figures"]["peak_bytes"] <= mine["figures"]["budget_bytes"]
         assert json.loads(mine["plan"]).get("swaps") == json.loads(plan.to_json()).get("swaps")
-    if any(plan.swaps):
+    if any(not swap.stays for swaps in plan.swaps for swap in swaps):
         assert sum(mine["figures"]["moved_bytes"] for mine in found) > 0
         # Without the plugin nobody would move anything.
         failed = run_ranks(train, 2, None, expect_failure=True, **own)
