@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -479,11 +480,12 @@ def torn(how: Mapping[str, Any], folder: str, layer: int, dies: int, saves_every
     """
     rank, number, seen = int(os.environ["RANK"]), 0, Path(folder) / "waits"
     ring, finish, take = Rings._sum, Aggregation.finish_late, LateUpdates.take
-    is_dead = threading.Event()
+    is_dead, num_rings = threading.Event(), Counter[int]()
 
     def withheld(self: Rings, piece: int, *rest: Any) -> None:
-        # The thread may begin when the step is over.
-        if number >= LAST_WHOLE and piece // 8 // 8 == layer and rank == dies:
+        # By its own number: the thread may begin when the step is over, or the next one under way.
+        num_rings[piece] += 1
+        if num_rings[piece] > LAST_WHOLE and piece // 8 // 8 == layer and rank == dies:
             is_dead.wait()
         ring(self, piece, *rest)
 
