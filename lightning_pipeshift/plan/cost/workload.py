@@ -302,7 +302,7 @@ class Workload:
         held: Numbers = passing_bytes(received, sent) + in_flight * sent
         return held
 
-    @property
+    @cached_property
     def batches_bytes(self) -> Numbers:
         """(S,): the parts of batches on each stage's device."""
         held = batches_held(self.schedule, self.num_stages, self.microbatches)
