@@ -990,12 +990,15 @@ def test_a_budget_that_is_too_small_for_a_single_layer() -> None:
     with pytest.raises(BudgetError, match=r"the layer 'layers.1' would exceed it by 1.0 MB"):
         Stage(case.layers, store, case.ledger).step(case.row, case.batch)
     assert store.traffic.peak_bytes <= 1.5 * size
-    # Nobody has said what to expect: the first time, a layer has saved it by then.
+    # No sizes are expected, so a layer of the first step has saved too much when that is found. If
+    # both its tensors have left by its backward, they do not fit again; if one has stayed, the
+    # forward of the next step finds it.
     store = ActivationStore(StagePolicy(1.5 * size, case.all_to(case.host)))
     stage = Stage(case.layers, store, case.ledger)
-    stage.step(parse_row("F0 B0"), case.batch)
-    with pytest.raises(BudgetError, match=r"on this stage is .* the layer '1' would exceed it"):
-        stage.step(parse_row("F0 B0"), case.batch)
+    found = r"on this stage is .* the layer '(1' would|2' that is needed again would) exceed it"
+    with pytest.raises(BudgetError, match=found):
+        for _ in range(2):
+            stage.step(parse_row("F0 B0"), case.batch)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.4, 1.7])
