@@ -32,7 +32,7 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
-from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests import asynchronous_reference
 from tests.end_to_end.test_changing_plans import (
     SLOW,
@@ -514,6 +514,55 @@ def test_virtual_machines_of_unlike_depth_with_two_versions() -> None:
             for result in ranks:
                 for name, value in whole[0].state.items():
                     assert torch.equal(result.state[name], value), name
+
+
+def test_the_first_virtual_machine_has_to_be_the_deepest() -> None:
+    case = Case([[6], [2, 4]], "async-2bw", 2)
+    with pytest.raises(RanksFailed, match=r"1, 2 stages: the first one has to be as deep"):
+        on_ranks([case])
+
+
+class Predicts(L.Callback):
+    """Asks for the prediction of the first plan after each minibatch."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.found: list[float | None] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        self.plan = self.plan or strategy.plan
+        try:
+            prediction = strategy.predicted(self.plan).prediction
+        except PlanError:
+            assert not strategy.is_measured
+            self.found.append(None)
+        else:
+            assert strategy.is_measured
+            self.found.append(prediction.step_seconds)
+
+
+def train_predicted(virtual_machines: Any) -> list[float | None]:
+    predicts = Predicts()
+    several = isinstance(virtual_machines, list)
+    how = {"schedule": "async-2bw" if several else "async", "profile_steps": 3}
+    trainer = quiet_trainer(
+        {"devices": 3, "pipeshift": {**how, "virtual_machines": virtual_machines}},
+        callbacks=[predicts],
+        accumulate_grad_batches=2 if several else 1,
+        max_epochs=1,
+    )
+    trainer.fit(built(lambda: Model("sgd", False, False)), DataLoader(data(30), batch_size=SIZE))
+    return predicts.found
+
+
+@pytest.mark.parametrize("virtual_machines", [1, [[0, 1], [2]]])
+def test_predictions_are_of_measured_steps_and_the_same_on_all_ranks(virtual_machines: Any) -> None:
+    found, *others = run_ranks(train_predicted, 3, virtual_machines)
+    assert others == [found, found]
+    assert found[0] is None
+    # Not one of them is by the guesses before the first step.
+    assert len(set(found)) == 2
 
 
 def test_one_minibatch_number_for_updates_rates_logs_and_progress() -> None:

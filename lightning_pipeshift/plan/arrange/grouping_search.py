@@ -48,6 +48,7 @@ from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 _PROMISING: Final = 0.9
 """Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
@@ -208,7 +209,12 @@ class GroupingSearch:
         if not isinstance(self._request.partition, str):
             return groups
         if shares is None:
-            return ring_order(self._cluster, groups)
+            groups = ring_order(self._cluster, groups)
+            if self._request.schedule in ASYNCHRONOUS:
+                # The ring stays the same, with one of the deepest virtual machines first.
+                first = max(range(len(groups)), key=lambda vm: (len(groups[vm]), -vm))
+                groups = groups[first:] + groups[:first]
+            return groups
         # The larger shares are for the faster ones.
         fastest = sorted(
             groups, key=lambda ranks: -sum(self._placer.powers[rank] for rank in ranks)

@@ -21,7 +21,7 @@ on the split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
@@ -141,4 +141,23 @@ def require_equal_depths(schedule: str, depths: Iterable[int]) -> None:
             " deeper pipeline uses older weights, so the gradients of one minibatch would be of"
             " different weights on each virtual machine. Use virtual machines of equal depth, or"
             " schedule='async-2bw', whose weights are equally old in all of them"
+        )
+
+
+def require_deepest_first(depths: Sequence[int]) -> None:
+    """Raises PlanError if the first virtual machine has fewer stages than another one.
+
+    Its first rank tells all others of each minibatch before it begins with it itself. In a deeper
+    pipeline the gradient of a minibatch is complete only while later ones run, of which the first
+    rank has not told yet: it would wait for that gradient for ever.
+
+    Args:
+        depths: the number of stages of each virtual machine.
+    """
+    if depths[0] < max(depths):
+        raise PlanError(
+            f"An asynchronous pipeline with virtual machines of {', '.join(map(str, depths))}"
+            " stages: the first one has to be as deep as any other, as all follow its first rank."
+            " Name the deepest one first, with rank 0 as its first stage, for example"
+            " virtual_machines=[[0, 1], [2]]"
         )

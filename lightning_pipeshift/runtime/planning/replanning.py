@@ -70,6 +70,7 @@ class _Coming:
         mine: the measurements: the usual ones, and the extremes.
         carried: what the rank has sent to other stages meanwhile.
         age: how many steps old they are.
+        is_sent: whether they have left this rank.
     """
 
     plan: Plan
@@ -78,6 +79,7 @@ class _Coming:
     mine: list[RankFigures]
     carried: tuple[Carried, ...]
     age: int = 0
+    is_sent: bool = False
 
 
 class Replanning:
@@ -138,7 +140,9 @@ class Replanning:
         self.state_stays = ""
         """Why the optimizer's state cannot be in host memory between two steps; empty if it can."""
         self.is_measured = False
-        """Whether the first steps have been measured."""
+        """Whether the first steps have been measured, and the first rank has the measurements of
+        all ranks.
+        """
         self.steps_left = math.inf
         """The number of steps over which a change can pay off."""
         self.decisions = Decisions(messages.append)
@@ -454,7 +458,7 @@ class Replanning:
         self._gather(lag)
         steps = self._window
         is_due = self.measures and steps and self.profiler.num_measured >= steps
-        if not is_due or self._is_deciding:
+        if not is_due or self._is_deciding or self._coming is not None:
             return
         goes_on = self._settings.watch is not None
         if self.decisions.awaits_gain:
@@ -465,13 +469,14 @@ class Replanning:
         is_last = self._replicas.is_last_stage
         middle = self._without_layers(own, self.profiler.figures(own, gates, optimizers, is_last))
         mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
-        self.is_measured = True
         self._is_deciding = not self._settings.only_measures
         took = self.profiler.step_seconds
         assert took is not None
         self._coming = _Coming(plan, steps, took, mine, self.profiler.links.since())
-        if not lag or self._replicas.rank != 0:
-            self._gather(0)
+        if lag:
+            # The others may be as far behind when this step ends.
+            self._coming.age = -1
+        self._gather(lag)
         if self._is_deciding:
             self.profiler.next_window()
 
@@ -494,17 +499,21 @@ class Replanning:
         self._gather(0)
 
     def _gather(self, lag: int) -> None:
-        """Sends this rank's measurements to the first rank, or takes those of the others in, when
-        they are ``lag`` steps old.
+        """Sends this rank's measurements to the first rank at once, which takes them in when they
+        are ``lag`` steps old. On every rank they count as measured from then on.
         """
         coming = self._coming
         if coming is None:
             return
         coming.age += 1
-        if coming.age <= lag:
-            return
-        self._coming = None
-        found_by_rank = gather_figures((coming.mine, coming.carried), self._replicas)
+        is_first, is_over = self._replicas.rank == 0, coming.age > lag
+        found_by_rank = None
+        if is_over if is_first else not coming.is_sent:
+            found_by_rank = gather_figures((coming.mine, coming.carried), self._replicas)
+            coming.is_sent = True
+        if is_over:
+            self._coming = None
+            self.is_measured |= not is_first
         if found_by_rank is None:
             return
         figures, carried = zip(*found_by_rank, strict=True)
@@ -513,6 +522,8 @@ class Replanning:
         usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
         self.measured = usual.compared(coming.plan, coming.took)
         self._cluster = usual.cluster
+        # Another thread may ask for the measurements as soon as it is said that there are some.
+        self.is_measured = True
         if self._is_deciding:
             # Planning takes longer than a small step.
             window = Window(

@@ -18,6 +18,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.plan.timeline.recording import REPORT, What
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
@@ -82,6 +83,7 @@ class AsynchronousPipeline(Pipeline):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        require_deepest_first(self.replicas.topology.stages_per_vm)
         self._minibatches: Minibatches | None = None
         """Those in flight, from the first one on."""
         self._asks_to_end_here = self._end_is_wanted = False
@@ -200,7 +202,7 @@ class AsynchronousPipeline(Pipeline):
         found = [] if finished is None else [self._finish(finished)]
         if self._live.last is None:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            gates, lag = self._trace_cache.gates, self.channels.num_stages
+            gates, lag = self._trace_cache.gates, max(self.replicas.topology.stages_per_vm)
             self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
         return found
 

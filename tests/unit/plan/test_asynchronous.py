@@ -8,6 +8,7 @@ from lightning_pipeshift.plan.schedule.asynchronous import (
     ahead,
     drain,
     gradients_sent,
+    require_deepest_first,
     require_equal_depths,
     turn,
     updates_per_backward,
@@ -111,6 +112,10 @@ def test_virtual_machines_of_unequal_depth() -> None:
     require_equal_depths("async", [3, 3])
     require_equal_depths("async-2bw", [2, 3])
     require_equal_depths("1f1b", [2, 3])
+    with pytest.raises(PlanError, match=r"2, 3, 1 stages.*virtual_machines=\[\[0, 1\], \[2\]\]"):
+        require_deepest_first([2, 3, 1])
+    for depths in ([3, 2, 3], [2, 2], [1]):
+        require_deepest_first(depths)
 
 
 def test_what_is_not_there() -> None:
