@@ -65,7 +65,8 @@ def expected_total() -> float:
 
 def require_like_one_device(results: list[dict[str, Any]], stages: int) -> None:
     assert [result["rank"] for result in results] == list(range(stages))
-    assert [result["stage"] for result in results] == list(range(stages))
+    # Which rank is which stage depends on how fast each was in the first measurement.
+    assert sorted(result["stage"] for result in results) == list(range(stages))
     assert {result["world_size"] for result in results} == {stages}
     assert {result["stages"] for result in results} == {stages}
     for result in results:
