@@ -9,13 +9,16 @@ cost no further call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.loss import _Loss as Loss
 from torch.optim import Optimizer
@@ -41,12 +44,42 @@ __all__ = [
     "DataLoaderIterator",
     "Loss",
     "NormBase",
-    "TorchDispatchMode",
+    "OperationMode",
     "current_function_mode",
     "dispatch_modes_disabled",
     "no_dispatch",
     "pytree",
 ]
+
+# --- dispatch modes ---
+
+
+class OperationMode(TorchDispatchMode):
+    """A dispatch mode that sees operations, in :meth:`operation`.
+
+    Higher-order operators (``torch.cond``, ``flex_attention``) take functions and have no schema. A
+    mode has to say that it allows them, or they fail; here they run unseen, with what they call.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled remains so, and runs unseen. (Else torch runs it without compiling.)"""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        return self.operation(func, types, args, kwargs)
+
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation, or something in its place, and returns its results; arguments as those
+        of ``__torch_dispatch__``.
+        """
+        raise NotImplementedError
+
 
 # --- autograd's version counters ---
 
@@ -130,6 +163,25 @@ PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
 # --- compiled modules ---
 
 
+def without_compiling() -> AbstractContextManager[Any]:
+    """A context, in force from now on, in which what ``torch.compile`` has compiled runs as it was
+    written. Cheap if nothing has been compiled so far.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+COMPILED_CALL: Final = "_compiled_call_impl"
+"""The attribute of a module in which ``module.compile()`` puts its whole call."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
 def compiled_in(root: nn.Module) -> list[nn.Module]:
     """The modules that ``torch.compile`` has compiled, and all those inside of them."""
     # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
@@ -137,7 +189,7 @@ def compiled_in(root: nn.Module) -> list[nn.Module]:
     return [
         inner
         for each in root.modules()
-        if "_orig_mod" in each._modules or each._compiled_call_impl is not None
+        if "_orig_mod" in each._modules or is_compiled(each)
         for inner in each.modules()
     ]
 
@@ -202,6 +254,11 @@ def renew_hooks(tensor: Tensor) -> None:
 
 
 # --- hooks on saved tensors ---
+
+
+def is_without_memory(value: Any) -> bool:
+    """Whether a value is a tensor that only has a shape: while a compiler traces a function."""
+    return isinstance(value, _FakeTensor | _FunctionalTensor)
 
 
 def top_saved_hooks() -> Any:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     UNIQUE,
-    TorchDispatchMode,
+    OperationMode,
     parse_to,
     pytree,
     schema_of,
@@ -62,17 +62,15 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-class Operations(TorchDispatchMode):
+class Operations(OperationMode):
     """Sees what torch's kernels are given, the backward's too."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        device, kwargs = self._device, kwargs or {}
+    def operation(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        device = self._device
         name: str = function.name().partition(".")[0]
         reads: list[Tensor] = []
         writes: list[Tensor] = []

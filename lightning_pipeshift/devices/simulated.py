@@ -45,7 +45,13 @@ from lightning_pipeshift.devices.streams import Event, simulating
 T = TypeVar("T")
 
 # Parts of the names of files whose lines ask for no operation.
-_NOT_ASKING = ("/torch/", "/contextlib", "/devices/simulated.py", "/devices/interception.py")
+_NOT_ASKING = (
+    "/torch/",
+    "/contextlib",
+    "/devices/simulated.py",
+    "/devices/interception.py",
+    "/compat/torch_private.py",
+)
 
 _FIRST_GPU: Final = torch.device("cuda", 0)
 COMPUTE: Final = "the compute stream"

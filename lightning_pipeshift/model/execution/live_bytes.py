@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import TorchDispatchMode, storage_key
+from lightning_pipeshift.compat.torch_private import OperationMode, storage_key
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(OperationMode):
     """While it is entered, notes the memory of every tensor that an operation takes or returns; the
     memory counts until it is freed, also outside of the context.
 

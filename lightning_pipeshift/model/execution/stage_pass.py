@@ -20,6 +20,7 @@ from lightning_pipeshift.model.gates.gate import Gate, StageDone
 from lightning_pipeshift.model.gates.side_outputs import SideOutput
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox, SharedParameters
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
+from lightning_pipeshift.model.saved.hooks import are_alone
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.model.trace.operations import (
@@ -39,7 +40,13 @@ from lightning_pipeshift.model.trace.placeholder import (
     watching,
 )
 from lightning_pipeshift.model.trace.trace import Trace, TracedOperation
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.model.user_state.random_streams import (
+    START,
+    Position,
+    RandomStreams,
+    begun,
+    ended,
+)
 from lightning_pipeshift.plan.inputs.flow import Call, TensorSpec, Value
 
 # The attribute of tensors that depend on a layer in the current pass.
@@ -143,11 +150,12 @@ class StagePass(PlaceholderListener):
         self._part = self.trace.part(self.layers) if self.trace is not None else None
         self._position = 0
         self._number = 0
-        self._event = 0
-        self._events: dict[int, int] = {}
-        """By the seed of a stream, the index of its event."""
-        self._begun_at: dict[int, int] = {}
-        """By position of a call, the number of events before it."""
+        self._place = START
+        """The position that determines the random stream."""
+        self._places: dict[int, Position] = {}
+        """By the seed of a stream, its position."""
+        self._begun_at: dict[int, Position] = {}
+        """By number of a call, the position at which it began."""
         self._ended = False
         self._trains = torch.is_grad_enabled()
         self._values: dict[Value, Tensor] = {}
@@ -219,8 +227,8 @@ class StagePass(PlaceholderListener):
         if not self._runs_user_code:
             return
         try:
-            self._events[self.streams.go_to(0, host=self._draws_on_host)] = 0
-            self.shared.enter_segment(0)
+            self._places[self.streams.go_to(START, host=self._draws_on_host)] = START
+            self.shared.enter_segment(START)
             self._enter_interval()
             if self.observer is not None:
                 self.observer.begin()
@@ -537,9 +545,8 @@ class StagePass(PlaceholderListener):
         if not self.is_last and self._part.is_over(position):
             raise StageDone
         if position not in self._part.calls:
-            if self.trace.events[position]:
-                self._event += self.trace.events[position] - 1
-                self.leave_scope()
+            self._begun_at[position] = self._place
+            self._go_to(ended(begun(self._place)))
             output, self._reports = self._skip(self.trace, position)
         else:
             if not (are_values(args) and are_values(kwargs.values())):
@@ -563,21 +570,27 @@ class StagePass(PlaceholderListener):
     # --- random streams ---
 
     def enter_scope(self) -> None:
+        self._change_place(begun)
+
+    def leave_scope(self) -> None:
+        self._change_place(ended)
+
+    def _change_place(self, change: Callable[[Position], Position]) -> None:
         if self._ended:
             # A part of the pass is recomputed. The code that does so has restored the generators to
             # their state at its start, and that state identifies the position.
-            event = self._events.get(self.streams.seed_in_force())
-            if event is None:
+            place = self._places.get(self.streams.seed_in_force())
+            if place is None:
                 return
-            self._event = event
+            self._place = place
             self.streams.resume(*self.key)
-        self._event += 1
-        if not self._ended:
-            self.shared.enter_segment(self._event)
-        seed = self.streams.go_to(self._event, host=self._draws_on_host)
-        self._events[seed] = self._event
+        self._go_to(change(self._place))
 
-    leave_scope = enter_scope
+    def _go_to(self, place: Position) -> None:
+        self._place = place
+        if not self._ended:
+            self.shared.enter_segment(place)
+        self._places[self.streams.go_to(place, host=self._draws_on_host)] = place
 
     def _skip(self, trace: Trace, position: int) -> Any:
         call, template = trace.flow.calls[position], trace.templates[position]
@@ -631,13 +644,13 @@ class StagePass(PlaceholderListener):
         # At its last layer a stage may be done; a checkpointed region has to be left properly.
         assert self._part is not None
         is_over = self._part.is_over(self._position) and self._position not in self._part.intervals
-        if is_over and not self.is_last and self._saves.is_undisturbed():
+        if is_over and not self.is_last and are_alone():
             raise StageDone
         return output
 
     def _enter(self, gate: Gate, position: int) -> None:
         """Called when a layer starts."""
-        self._begun_at[position] = self._event
+        self._begun_at[position] = self._place
         self.enter_scope()
         self.shared.enter_layer(gate.index)
         self._where.layer = gate.name
@@ -682,12 +695,12 @@ class StagePass(PlaceholderListener):
 
     def _is_saved_plainly(self) -> bool:
         """Whether autograd saves tensors for the backward without hooks."""
-        return torch.is_grad_enabled() and self._saves.is_undisturbed()
+        return torch.is_grad_enabled() and are_alone()
 
     def _draw_again(self, gate: Gate, position: int) -> None:
         self.streams.begin(*self.key)
-        self._event = self._begun_at[position]
-        self.streams.go_to(self._event)
+        self._place = self._begun_at[position]
+        self.streams.go_to(self._place)
         self.enter_scope()
 
     def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
@@ -723,11 +736,14 @@ class StagePass(PlaceholderListener):
         (position,) = positions
         with self._mode.paused() if self._mode.is_innermost() else nullcontext():
             if self.trace is not None and position not in self.trace.part(self.layers).calls:
+                self.streams.resume(*self.key)
                 output, _ = self._skip(self.trace, position)
             else:
                 self._draw_again(gate, position)
                 args, kwargs = map_leaves(self._value_again, (args, kwargs))
                 output = self._marked(gate.run(*args, **kwargs))
+            # The code behind the layer draws what it has drawn before.
+            self._go_to(ended(begun(self._begun_at[position])))
         # The code after this call is recomputed next.
         self._position, self._number = position + 1, 0
         self._names = {}

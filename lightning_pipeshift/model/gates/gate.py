@@ -1,7 +1,8 @@
 """The gate of a layer: the only place where PipeShift touches a layer.
 
-A gate replaces the layer's ``forward``. During a pass, the pass handles the call; otherwise the
-layer behaves as without a gate.
+A gate replaces the layer's ``forward``, or what ``layer.compile()`` has made of its whole call: so
+what is compiled has nothing of PipeShift in it, and remains one piece. During a pass, the pass
+handles the call; otherwise the layer behaves as without a gate.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeshift.compat.torch_private import without_torch_function
+from lightning_pipeshift.compat.torch_private import (
+    COMPILED_CALL,
+    is_compiled,
+    without_torch_function,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.side_outputs import SideOutputs
@@ -86,9 +92,12 @@ class Gate:
         """The values that leave the layer other than by its return value, if any were found."""
         self._weights: Weights | None = None
         self._bringing: RemovableHandle | None = None
-        self.had_own_forward = "forward" in layer.__dict__
-        self.original: Callable[..., Any] = layer.forward
-        """The layer's own ``forward``."""
+        self._slot = "forward" if not is_compiled(layer) else COMPILED_CALL
+        """The attribute that the gate replaces."""
+        self.had_own = self._slot in layer.__dict__
+        """Whether it is an attribute of the layer itself."""
+        self.original: Callable[..., Any] = getattr(layer, self._slot)
+        """The layer's own ``forward``, or compiled call."""
 
     def install(self) -> None:
         """Installs the gate in the layer."""
@@ -99,7 +108,7 @@ class Gate:
             )
 
         self._installed = _Forward(self)
-        self.layer.__dict__["forward"] = self._installed
+        self.layer.__dict__[self._slot] = self._installed
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a call of the layer, and returns its result."""
@@ -148,10 +157,10 @@ class Gate:
         """Restores the layer's own ``forward``."""
         if self._installed is None:
             return
-        if self.had_own_forward:
-            self.layer.__dict__["forward"] = self.original
+        if self.had_own:
+            self.layer.__dict__[self._slot] = self.original
         else:
-            self.layer.__dict__.pop("forward", None)
+            self.layer.__dict__.pop(self._slot, None)
         self._installed = None
         self.weights = None
 
@@ -188,7 +197,7 @@ class _Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         gate = self.__pipeshift__
-        if gate.had_own_forward:
+        if gate.had_own:
             return copy.deepcopy(gate.original, memo)
         copied = memo.get(id(gate.layer))
         return self if copied is None else MethodType(type(copied).forward, copied)
@@ -206,7 +215,9 @@ class Scope(Gate):
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a call of the module, and returns its result."""
         current: Any = self._current_pass.value
-        if current is None:
+        # A compiler that traces what the module calls cannot trace a change of random streams: the
+        # module draws from the one that is in force. (`torch.cond` compiles its functions.)
+        if current is None or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         current.enter_scope()
         output = self.original(*args, **kwargs)

@@ -27,7 +27,7 @@ from lightning_pipeshift.compat.torch_private import (
     COPY_TO,
     MODULE_TABLES,
     TRUNCATED_NORMAL,
-    TorchDispatchMode,
+    OperationMode,
     dispatch_modes_disabled,
     make_subclass,
     no_dispatch,
@@ -392,15 +392,13 @@ def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
         setattr(nn.init, name, original)
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(OperationMode):
     def __init__(self, deferred: DeferredInit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._deferred = deferred
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        deferred, kwargs = self._deferred, dict(kwargs or {})
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        deferred, kwargs = self._deferred, dict(kwargs)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not tensors and _names_device(func):
             kwargs["device"] = _META

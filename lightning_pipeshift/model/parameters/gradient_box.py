@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.parameters.uses import ParameterUse
+from lightning_pipeshift.model.user_state.random_streams import START, Position
 
-Sums = dict[tuple[str, int], Tensor]
+Sums = dict[tuple[str, Position], Tensor]
 
 _CONTAINERS = (tuple, list, dict, slice)
 
@@ -65,7 +66,7 @@ class _Open(torch.autograd.Function):
 class _SegmentBox(GradientBox):
     __slots__ = ("key", "sums")
 
-    def __init__(self, source: Tensor, sums: Sums, key: tuple[str, int]) -> None:
+    def __init__(self, source: Tensor, sums: Sums, key: tuple[str, Position]) -> None:
         super().__init__(source)
         self.sums = sums
         self.key = key
@@ -100,18 +101,18 @@ class SharedParameters:
     ) -> None:
         self.uses = uses
         self.sums: Sums = {} if sums is None else sums
-        """By a parameter's name and the number of the segment."""
+        """By a parameter's name and the position at which the segment begins."""
         self._names = {id(use.parameter): use.name for use in [*uses, *others]}
         self._by_layer: dict[int, list[ParameterUse]] = {}
         for use in uses:
             for layer in use.used_in:
                 self._by_layer.setdefault(layer, []).append(use)
-        self._segment = 0
+        self._segment = START
         self._here: Sequence[ParameterUse] = ()
         """The shared parameters of the current layer."""
         self._aliases: dict[int, Tensor] = {}
         self._replaced: list[ParameterUse] = []
-        self._last_call: dict[int, int] = {}
+        self._last_call: dict[int, Position] = {}
         """By layer, the segment in which it was called last."""
         self.was_handed_out = False
         """Whether any alias was passed to user code whose gradients are collected in :attr:`sums`.
@@ -130,12 +131,11 @@ class SharedParameters:
         if self._aliases or self._replaced:
             self.restore()
 
-    def enter_segment(self, segment: int) -> None:
+    def enter_segment(self, segment: Position) -> None:
         """Called when the forward pass enters another segment.
 
         Args:
-            segment: the number of begins and ends of modules with their own random stream before
-                it.
+            segment: the position at which it begins.
         """
         self._segment = segment
         if self._aliases or self._replaced:
@@ -227,5 +227,5 @@ class SharedParameters:
             if use.name not in names:
                 continue
             if use.parameter.grad is not None and use.layers:
-                self.sums[use.name, self._last_call.get(use.layers[0], 0)] = use.parameter.grad
+                self.sums[use.name, self._last_call.get(use.layers[0], START)] = use.parameter.grad
             use.parameter.grad = self.total(use, None)

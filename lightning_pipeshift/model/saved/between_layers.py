@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import top_saved_hooks
 from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
@@ -51,11 +50,6 @@ class BetweenLayers:
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which PipeShift's hooks handle the tensors saved outside of layers."""
         return saving(self._pack, _unpacked)
-
-    def is_undisturbed(self) -> bool:
-        """Whether no other saved-tensor hooks are in force."""
-        top = top_saved_hooks()
-        return top is None or top[0] == self._pack
 
     def _pack(self, tensor: Tensor) -> Saved | Placeholder:
         if isinstance(tensor, Placeholder):

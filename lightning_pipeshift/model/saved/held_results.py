@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.compat.torch_private import (
     COPY_TO,
-    TorchDispatchMode,
+    OperationMode,
     schema_of,
     version_of,
 )
@@ -115,7 +115,7 @@ def seconds_seen() -> float:
     return max(0.0, seconds[1] - seconds[0])
 
 
-class HeldResults(TorchDispatchMode):
+class HeldResults(OperationMode):
     """Active in a layer's first run: remembers which operation computed which tensor.
 
     Args:
@@ -131,8 +131,8 @@ class HeldResults(TorchDispatchMode):
         self._by_address: dict[int, tuple[Key, StorageWeakRef, int]] = {}
         """By address: the operation, and the storage and its version when it had run."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        results = func(*args, **kwargs)
         key = func, self._counts[func]
         self._counts[func] += 1
         if self._wanted is not None and key not in self._wanted:
@@ -182,7 +182,7 @@ class HeldResults(TorchDispatchMode):
         return LeftOut(skips, self._counts, known)
 
 
-class LeftOut(TorchDispatchMode):
+class LeftOut(OperationMode):
     """Active in a layer's second run: leaves operations out.
 
     Args:
@@ -210,19 +210,19 @@ class LeftOut(TorchDispatchMode):
         """Whether the operations were those of the first run, as far as any is left out."""
         return all(self._counts[func] == count for func, count in self._expected.items())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         key = func, self._counts[func]
         self._counts[func] += 1
         skip = self._skips.get(key)
         if skip is None or skip[0].inputs != _inputs(args, kwargs) or self._known.get(key) is False:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         result, fetches = skip
         held = [
             _in(fetches[leaf.address](), leaf.layout) if isinstance(leaf, _Tensor) else leaf
             for leaf in result.leaves
         ]
         if key not in self._known:
-            computed = func(*args, **(kwargs or {}))
+            computed = func(*args, **kwargs)
             pairs = zip(flatten(computed)[0], held, strict=True)
             self._known[key] = all(_is_same(one, other) for one, other in pairs)
             return computed

@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
+    is_without_memory,
     pop_saved_hooks,
     push_saved_hooks,
     top_saved_hooks,
@@ -37,14 +39,27 @@ _OURS = _Local()
 @contextmanager
 def saving(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator[None]:
     """Context in which autograd saves ``pack(tensor)`` instead of a tensor, and restores the tensor
-    by ``unpack``.
+    by ``unpack``. Tensors without memory, as compilers use them, are saved as they are.
     """
-    with _ASIDE.installed(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        _OURS.hooks.append((pack, unpack))
+
+    def packed(tensor: Tensor) -> Any:
+        return tensor if is_without_memory(tensor) else pack(tensor)
+
+    def unpacked(held: Any) -> Any:
+        return held if is_without_memory(held) else unpack(held)
+
+    with _ASIDE.installed(), torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+        _OURS.hooks.append((packed, unpacked))
         try:
             yield
         finally:
             _OURS.hooks.pop()
+
+
+def are_alone() -> bool:
+    """Whether no hooks are in force but PipeShift's."""
+    top, ours = top_saved_hooks(), _OURS.hooks
+    return top is None or (bool(ours) and top[0] is ours[-1][0])
 
 
 class _StandingAside:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
-    TorchDispatchMode,
+    OperationMode,
     buffers_of,
     parameters_of,
     version_of,
@@ -417,7 +417,7 @@ class Observer:
         self._known.clear()
 
 
-class Origins(TorchDispatchMode):
+class Origins(OperationMode):
     """Records the operation, and its module, that computed each tensor.
 
     Args:
@@ -451,7 +451,7 @@ class Origins(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         results = self._run(func, args, kwargs)
         given = {address_of(x) for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
         name = func.overloadpacket.__name__
@@ -464,10 +464,10 @@ class Origins(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._timed is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         synchronize(self._timed)
         begun = time.perf_counter()
-        results = func(*args, **(kwargs or {}))
+        results = func(*args, **kwargs)
         synchronize(self._timed)
         taken = time.perf_counter() - begun
         self.seconds += taken
@@ -502,10 +502,14 @@ class Origins(TorchDispatchMode):
         return self._made.get(address_of(tensor), "unknown")
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
+        # A compiler that traces the module cannot trace this; compiled operations are not seen.
+        if torch.compiler.is_compiling():
+            return
         self._inside.append(self._names.get(id(module), type(module).__name__))
 
     def _leave_module(self, *_: Any) -> None:
-        self._inside.pop()
+        if not torch.compiler.is_compiling():
+            self._inside.pop()
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

@@ -24,6 +24,7 @@ from lightning_pipeshift.compat.torch_private import (
     PRIVATE_READS,
     current_function_mode,
     interpreter_stack,
+    without_compiling,
     without_torch_function,
 )
 
@@ -157,7 +158,8 @@ class OperationHandler(Protocol):
 
 
 class Operations(TorchFunctionMode):
-    """Context in which a handler computes the result of every function of torch.
+    """Context in which a handler computes the result of every function of torch. Compiled code runs
+    as it was written, so that its operations are seen.
 
     Args:
         told: the handler. The context does not keep it alive: usually the handler refers to the
@@ -168,6 +170,7 @@ class Operations(TorchFunctionMode):
         super().__init__()
         self._reference = weakref.ref(told)
         self._is_paused = False
+        self._uncompiled: list[AbstractContextManager[Any]] = []
 
     @property
     def _told(self) -> OperationHandler:
@@ -187,9 +190,11 @@ class Operations(TorchFunctionMode):
     def __enter__(self) -> Operations:
         super().__enter__()  # type: ignore[no-untyped-call]
         _applied.stack.append(self._told)
+        self._uncompiled.append(without_compiling())
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._uncompiled.pop().__exit__(None, None, None)
         stack = _applied.stack
         if stack:
             stack.pop()
@@ -209,9 +214,11 @@ class Operations(TorchFunctionMode):
         stack = _applied.stack
         stack.append(None)
         before, self._is_paused = self._is_paused, True
+        self._uncompiled.pop().__exit__(None, None, None)
         try:
             yield
         finally:
+            self._uncompiled.append(without_compiling())
             self._is_paused = before
             stack.pop()
 
@@ -226,7 +233,7 @@ class Operations(TorchFunctionMode):
     def end_backward(self) -> None:
         """Leaves the context if :meth:`begin_in_backward` has entered it."""
         while self.is_innermost():
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
         _applied.stack.clear()
 
 

@@ -61,6 +61,7 @@ from lightning_pipeshift.model.trace.trace import (
 from lightning_pipeshift.model.trace.value_names import ValueNames, storage_of
 from lightning_pipeshift.model.user_state.isolation import Isolation
 from lightning_pipeshift.model.user_state.preserve import Arguments, preserved
+from lightning_pipeshift.model.user_state.random_streams import START, Position, begun, ended
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, Operation, TensorSpec, Value
 
 Step = Callable[[nn.Module], Any]
@@ -69,7 +70,7 @@ Step = Callable[[nn.Module], Any]
 class StreamSelector(Protocol):
     """Switches random streams."""
 
-    def go_to(self, event: int) -> None:
+    def go_to(self, position: Position) -> None:
         """Makes later draws come from the stream of a position in the pass."""
 
     def torch_states(self) -> list[Tensor]:
@@ -213,8 +214,7 @@ class _Recorder(PlaceholderListener):
         self._is_open = False
         self._open_intervals: set[int] = set()
         self._written: list[Tensor] = []
-        self._events: list[int] = []
-        self._event = 0
+        self._place = START
         self._ranks: dict[int, int] = {}
         """By layer, how many other layers were called for the first time before it."""
         self._streams = streams
@@ -229,7 +229,7 @@ class _Recorder(PlaceholderListener):
         with watching(self), applied_functions_seen(), self._isolation, self._mode:
             self._root.__dict__.update(log=self.log, log_dict=self.log_dict)
             if self._streams is not None:
-                self._streams.go_to(0)
+                self._streams.go_to(START)
             result = step(self._root)
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
@@ -556,7 +556,6 @@ class _Recorder(PlaceholderListener):
                 leaf = linked(leaf, self._device, origin)
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
-        begun_at = self._event
         self.enter_scope()
         self.inside = inside
         try:
@@ -569,7 +568,6 @@ class _Recorder(PlaceholderListener):
                 # layer in a way that its return value does not show.
                 outer.written_by = inside
         self.leave_scope()
-        self._events.append(self._event - begun_at)
         left: tuple[Any, list[SideOutput]] = self._leave(gate, call, output, needs)
         return left
 
@@ -583,14 +581,14 @@ class _Recorder(PlaceholderListener):
     ) -> tuple[Any, list[SideOutput]]:
         """Returns a layer's result, and its side outputs."""
         stand_ins = self._stand_ins(slots, inside)
-        event, before = self._event, Arguments(args, kwargs)
+        place, before = self._place, Arguments(args, kwargs)
         try:
             with Operations(self), substituted(slots, stand_ins):
                 return with_side_outputs(gate, gate.run(*args, **kwargs))
         except LayerError:
             raise
         except Exception as error:
-            self._event = event
+            self._place = place
             before.put_back()
             return run_made_up(gate, slots, args, kwargs, self._device, error)
 
@@ -639,11 +637,15 @@ class _Recorder(PlaceholderListener):
         return rebuild(outer)
 
     def enter_scope(self) -> None:
-        self._event += 1
-        if self._streams is not None:
-            self._streams.go_to(self._event)
+        self._go_to(begun(self._place))
 
-    leave_scope = enter_scope
+    def leave_scope(self) -> None:
+        self._go_to(ended(self._place))
+
+    def _go_to(self, place: Position) -> None:
+        self._place = place
+        if self._streams is not None:
+            self._streams.go_to(place)
 
     # --- called by the placeholders ---
 
@@ -809,7 +811,6 @@ class _Recorder(PlaceholderListener):
             self._keeps,
             self._state_written(),
             self._writes_state,
-            events=self._events,
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

@@ -111,8 +111,6 @@ class Trace:
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
         draws_on_host: whether anything draws from NumPy or ``random``.
-        events: by position of a call, how many modules with their own random stream begin and end
-            in it, including itself.
     """
 
     flow: Flow
@@ -131,7 +129,6 @@ class Trace:
     state: dict[Place, int] = field(default_factory=dict)
     writes_state: bool = False
     draws_on_host: bool = False
-    events: list[int] = field(default_factory=list)
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
@@ -247,5 +244,4 @@ class Trace:
             },
             self.writes_state,
             self.draws_on_host,
-            self.events,
         )

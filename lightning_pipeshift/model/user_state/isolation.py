@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
-    TorchDispatchMode,
+    OperationMode,
     pytree,
     schema_of,
     storage_key,
@@ -29,7 +29,7 @@ class SeesValues(Protocol):
         """Called before a real tensor would be written to."""
 
 
-class Isolation(TorchDispatchMode):
+class Isolation(OperationMode):
     """Context in which writes to real tensors go to copies of them, and reads return the copies.
 
     Args:
@@ -47,10 +47,7 @@ class Isolation(TorchDispatchMode):
         self._own: dict[int, Tensor] = {}
         """The copies by the identity of their own storages."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         follows = any(issubclass(kind, Placeholder) for kind in types)
         if not follows and _makes_shape(func, args):
             self._told.shaped_by_batch()

@@ -44,6 +44,24 @@ _MOST_LOOKS = 1024
 
 _python_position = python_position()
 
+Position = tuple[int, ...]
+"""A position in a forward pass, by the modules with their own stream that have begun and ended
+before it: the number of these begins and ends, and inside of such a module the number of those of
+its parts. So what a module does inside of it changes no position behind it: a part may be compiled,
+which nobody sees begin, or the module may be skipped."""
+
+START: Position = (0,)
+
+
+def begun(position: Position) -> Position:
+    """The position inside of a module that begins here."""
+    return (*position[:-1], position[-1] + 1, 0)
+
+
+def ended(position: Position) -> Position:
+    """The position behind the module that ends here."""
+    return (*position[:-2], position[-2] + 1) if len(position) > 1 else position
+
 
 def stream_seed(*key: int | str) -> int:
     """A 64-bit seed for a key; different keys give unrelated seeds."""
@@ -137,19 +155,22 @@ class RandomStreams:
         """The last seed of the generators, also after user code has restored a state."""
         return torch.default_generator.initial_seed()
 
-    def go_to(self, event: int, host: bool | None = True) -> int:
+    def go_to(self, position: Position, host: bool | None = True) -> int:
         """Inside :meth:`switched`: makes later draws come from the stream of a position in the
         pass.
 
         Args:
-            event: the number of begins and ends of modules with their own stream before it.
+            position: the position.
             host: whether to switch NumPy and ``random`` too, which costs several times as much;
                 ``None``: as needed by code that is not traced.
 
         Returns:
             The seed.
         """
-        seed = _mixed(self._bases[-1] + event) >> 1
+        seed = _mixed(self._bases[-1] + position[0])
+        for count in position[1:]:
+            seed = _mixed(seed + count) if count else seed
+        seed >>= 1
         self._seed(seed, self._switches_host() if host is None else host)
         return seed
 

@@ -18,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.model.trace.placeholder import META
+from lightning_pipeshift.model.user_state.random_streams import Position
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.ownership.user_copies import (
@@ -59,8 +60,8 @@ from lightning_pipeshift.runtime.ownership.user_copies import (
 log = logging.getLogger(__name__)
 
 _CLIPPED_NORM = 2.0
-# In place of a segment's number, for gradients that are of no segment: they are added last.
-_OWN = -1
+# In place of a segment's position, for gradients that are of no segment: they are added last.
+_OWN: Final[Position] = (-1,)
 
 
 class Holdings:
@@ -680,7 +681,7 @@ class Holdings:
             if not (use.is_shared and use.parameter.requires_grad):
                 continue
             first = self.holders_of(use.parameter)[0]
-            found: dict[int, list[tuple[int, Tensor]]] = {}
+            found: dict[Position, list[tuple[int, Tensor]]] = {}
             mine = {
                 (segment, number): gradient
                 for number, sums in enumerate(self._parts)

@@ -14,7 +14,7 @@ from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.trace.recorder import record
 from lightning_pipeshift.model.trace.signature import batch_signature
 from lightning_pipeshift.model.trace.trace import Trace
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.model.user_state.random_streams import START, Position, RandomStreams
 from lightning_pipeshift.plan.inputs.flow import call_order, merged
 from lightning_pipeshift.runtime.step.checksum import checksum
 from lightning_pipeshift.runtime.step.training_batch import UserStep
@@ -154,10 +154,10 @@ class _Watched:
         self._streams = streams
         self.has_drawn = False
 
-    def go_to(self, event: int) -> None:
+    def go_to(self, position: Position) -> None:
         """See :meth:`RandomStreams.go_to`."""
-        self.has_drawn |= event > 0 and self._streams.has_drawn_on_host()
-        self._streams.go_to(event)
+        self.has_drawn |= position != START and self._streams.has_drawn_on_host()
+        self._streams.go_to(position)
 
     def torch_states(self) -> list[Tensor]:
         """See :meth:`RandomStreams.torch_states`."""

@@ -58,7 +58,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Operations(compat.TorchDispatchMode):
+class Operations(compat.OperationMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []

@@ -110,9 +110,9 @@ def test_every_place_in_the_pass_has_a_stream_of_its_own():
             found[key] = [draw()]
             for place in PLACES:
                 draw()
-                streams.go_to(place)
+                streams.go_to((place,))
                 found[key].append(draw())
-            streams.go_to(PLACES[0])
+            streams.go_to((PLACES[0],))
             assert draw() == found[key][1], "not from its beginning"
     everything = found["a"] + found["b"]
     for column in zip(*everything, strict=True):
@@ -123,10 +123,10 @@ def test_going_without_the_host_leaves_numpy_and_random_where_they_are():
     streams = RandomStreams(CPU)
     with streams.switched("a"):
         expected = draw()[1:]
-        streams.go_to(1)
+        streams.go_to((1,))
         torch_there = draw()[0]
     with streams.switched("a"):
-        streams.go_to(1, host=False)
+        streams.go_to((1,), host=False)
         assert not streams.has_drawn_on_host()
         torch_here, *host = draw()
         assert streams.has_drawn_on_host()
@@ -139,14 +139,14 @@ def test_code_that_draws_on_the_host_late_is_noticed(monkeypatch):
     streams = RandomStreams(CPU)
     with streams.switched("a"):
         for event in range(5):
-            streams.go_to(event, host=None)
+            streams.go_to((event,), host=None)
         random.random()
         with pytest.warns(UserWarning, match="for the first time after many steps"):
-            streams.go_to(5, host=None)
+            streams.go_to((5,), host=None)
         expected = random.random()
-        streams.go_to(6, host=None)
+        streams.go_to((6,), host=None)
         assert random.random() != expected
-        streams.go_to(5, host=None)
+        streams.go_to((5,), host=None)
         assert random.random() == expected
 
 
@@ -155,11 +155,11 @@ def test_the_spare_normal_draw_does_not_reach_the_next_stream():
     with streams.switched("a"):
         np.random.randn()
         random.gauss(0, 1)
-        streams.go_to(2)
+        streams.go_to((2,))
         after_one = draw()
         np.random.randn()
         np.random.randn()
-        streams.go_to(2)
+        streams.go_to((2,))
         after_two = draw()
     assert after_one == after_two
 

@@ -230,15 +230,15 @@ def run_segments(net, shared, x, use_a=True):
     def used(parameter):
         return shared.alias(parameter) if shared.knows(parameter) else parameter
 
-    shared.enter_segment(0)
+    shared.enter_segment((0,))
     x = x * used(net.scale)
-    shared.enter_segment(1)
+    shared.enter_segment((1,))
     shared.enter_layer(0)
     x = net.a(x) if use_a else x
     shared.leave_layer()
-    shared.enter_segment(2)
+    shared.enter_segment((2,))
     x = x * used(net.scale)
-    shared.enter_segment(3)
+    shared.enter_segment((3,))
     shared.enter_layer(1)
     loss = net.b(x).square().sum()
     shared.leave_layer()
@@ -264,10 +264,10 @@ def test_the_segments_gradients_sum_up_to_the_whole():
     assert net.a.bias.grad is not None
     ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
     assert set(shared.sums) == {
-        ("a.weight", 1),
-        ("a.weight", 3),
-        ("scale", 0),
-        ("scale", 2),
+        ("a.weight", (1,)),
+        ("a.weight", (3,)),
+        ("scale", (0,)),
+        ("scale", (2,)),
     }
 
     net.zero_grad()
@@ -296,8 +296,8 @@ def test_segments_that_are_not_used_have_no_gradient():
     net = Net()
     shared = shared_of(net)
     run_segments(net, shared, torch.rand(2, 3), use_a=False).backward()
-    assert ("a.weight", 1) not in shared.sums
-    assert ("a.weight", 3) in shared.sums
+    assert ("a.weight", (1,)) not in shared.sums
+    assert ("a.weight", (3,)) in shared.sums
 
 
 def test_a_parameter_that_two_parts_of_a_layer_use():
@@ -317,16 +317,16 @@ def test_a_parameter_that_two_parts_of_a_layer_use():
     assert tied.is_shared
     assert not any(use.is_shared for use in [*others, *by_itself])
     shared = SharedParameters([tied])
-    shared.enter_segment(1)
+    shared.enter_segment((1,))
     shared.enter_layer(0)
     x = torch.rand(2, 3)
     for segment, part in ((2, net.a), (4, net.b)):
-        shared.enter_segment(segment)
+        shared.enter_segment((segment,))
         x = part(x)
-        shared.enter_segment(segment + 1)
+        shared.enter_segment((segment + 1,))
     shared.leave_layer()
     x.square().sum().backward()
-    assert set(shared.sums) == {("net.a.weight", 2), ("net.a.weight", 4)}
+    assert set(shared.sums) == {("net.a.weight", (2,)), ("net.a.weight", (4,))}
     assert net.a.weight is net.b.weight
 
 

@@ -143,12 +143,12 @@ def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
     holdings.set_gradients_aside(keep=True)
     # What each segment's backward would leave.
     if stage == 0:
-        shared.sums["a.weight", 1] = torch.full((3, 3), 2.0)
-        shared.sums["scale", 0] = torch.full((3,), 0.1)
+        shared.sums["a.weight", (1,)] = torch.full((3, 3), 2.0)
+        shared.sums["scale", (0,)] = torch.full((3,), 0.1)
         net.a.bias.grad = torch.full((3,), 4.0)
     if stage == 2:
-        shared.sums["a.weight", 7] = torch.full((3, 3), 3.0)
-        shared.sums["scale", 8] = torch.full((3,), 0.2)
+        shared.sums["a.weight", (7,)] = torch.full((3, 3), 3.0)
+        shared.sums["scale", (8,)] = torch.full((3,), 0.2)
     holdings.collect_gradients(correction, None, joins=False)
     kept = None if net.a.weight.grad is None else float(net.a.weight.grad[0, 0])
     holdings.hand_gradients_over()
