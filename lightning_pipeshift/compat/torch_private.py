@@ -182,15 +182,17 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, COMPILED_CALL, None) is not None
 
 
-def compiled_in(root: nn.Module) -> list[nn.Module]:
-    """The modules that ``torch.compile`` has compiled, and all those inside of them."""
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled a module, or has returned it."""
     # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
     # its class would import the compiler.
+    return is_compiled(module) or "_orig_mod" in module._modules
+
+
+def compiled_in(root: nn.Module) -> list[nn.Module]:
+    """The modules that ``torch.compile`` has compiled, and all those inside of them."""
     return [
-        inner
-        for each in root.modules()
-        if "_orig_mod" in each._modules or is_compiled(each)
-        for inner in each.modules()
+        inner for each in root.modules() if is_compiled_module(each) for inner in each.modules()
     ]
 
 

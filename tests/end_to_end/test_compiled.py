@@ -5,7 +5,7 @@ policy of memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,6 +84,15 @@ class CompilesCodeBetweenLayers(Network):
         self.between = torch.compile(super().between, backend="aot_eager")  # type: ignore[method-assign]
 
 
+class CompilesAround(Network):
+    """What is compiled contains layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = nn.Sequential(*self.blocks)
+        self.blocks = nn.ModuleList([cast(nn.Module, torch.compile(blocks, backend="aot_eager"))])
+
+
 class HasConditions(Network):
     def __init__(self) -> None:
         super().__init__(Chooses)
@@ -106,15 +115,15 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "make", [CompilesItsLayers, WrapsItsLayers, CompilesCodeBetweenLayers, HasConditions]
+    "make",
+    [CompilesItsLayers, WrapsItsLayers, CompilesCodeBetweenLayers, CompilesAround, HasConditions],
 )
 def test_every_split_and_policy_trains_the_same(make: Callable[[], Any]) -> None:
     ((expected, _),) = run_ranks(train, 1, make, 1, {"profile_steps": 0}, None)
     assert any("running_mean" in name for name in expected)
     for num_ranks, settings, budget in (
         (2, {}, None),
-        (3, {"schedule": "gpipe"}, None),
-        (2, {"recompute": "full"}, None),
+        (3, {"schedule": "gpipe", "recompute": "full"}, None),
         (2, {}, 1e9),
     ):
         for found, is_changed in run_ranks(train, num_ranks, make, num_ranks, settings, budget):

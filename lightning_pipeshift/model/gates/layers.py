@@ -14,7 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import Loss, parameters_of, persistent_buffers
+from lightning_pipeshift.compat.torch_private import (
+    Loss,
+    is_compiled_module,
+    parameters_of,
+    persistent_buffers,
+)
 from lightning_pipeshift.errors import LayerError
 
 # Only exactly these classes are opened: a user's subclass may use its children in its own way.
@@ -75,6 +80,20 @@ def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
             f"`{type(root).__name__}` has no module with parameters, so there is nothing to place"
             " on stages. Build the network in `__init__`, before `Trainer.fit` is called."
         )
+
+
+def compiled_around(root: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
+    """The names of compiled modules that contain layers. They run as they were written: the code
+    between layers has to be followed, and a compiler does not stop at gates.
+    """
+    gated = set(map(id, layers))
+    return [
+        name
+        for name, module in root.named_modules()
+        if is_compiled_module(module)
+        and any(id(part) in gated for part in module.modules() if part is not module)
+        and module is not root
+    ]
 
 
 def find_scopes(root: nn.Module) -> list[nn.Module]:

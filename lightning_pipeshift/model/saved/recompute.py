@@ -23,7 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import NormBase, version_of, without_torch_dispatch
+from lightning_pipeshift.compat.torch_private import (
+    NormBase,
+    compiled_in,
+    version_of,
+    without_torch_dispatch,
+)
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import address_of, flatten
@@ -309,10 +314,30 @@ class RecomputedRegion(LayerCall):
             saved = reference()
             is_dropped = saved is not None and saved.tensor is None and saved.block is None
             if saved is not None and saved.maker is self and is_dropped:
+                self._require_alike(saved, tensor)
                 self._table.make_good(saved, tensor, self.gate.index, number)
         # Frees the memory reserved for recomputed tensors that are no longer needed.
         self._table.make_room(0, self.gate.index)
         self._inputs, self._results = [], None
+
+    def _require_alike(self, saved: Saved, tensor: Tensor) -> None:
+        shape, strides, dtype = saved.shape_and_strides
+        found = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if (shape, dtype) != (found[0], found[2]):
+            self._fail(
+                f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}",
+                f"a {dtype} tensor of shape {shape}",
+            )
+        # Only the backward of compiled code depends on strides.
+        if strides != found[1] and compiled_in(self.gate.layer):
+            raise LayerError(
+                f"The layer {self.gate.name!r} is compiled, and the code that ran when it was"
+                " recomputed is not that of the first time: it saved a tensor of shape"
+                f" {shape} with strides {found[1]}, and {strides} before. The compiler has made"
+                " several versions of the layer, as it is called in different ways (a cache of keys"
+                " and values that it fills, for instance; then set `use_cache=False`). Let it be"
+                " called in one way, or set `recompute='none'` in the strategy."
+            )
 
     def _fail(self, found: str, expected: str) -> None:
         raise LayerError(

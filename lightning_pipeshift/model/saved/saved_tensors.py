@@ -198,6 +198,12 @@ class Saved:
         # version counter.
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
+    @property
+    def shape_and_strides(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """The shape, strides and type of a tensor that was dropped."""
+        _, size, strides, dtype = self._layout
+        return tuple(size), tuple(strides), dtype
+
     def view_of(self, memory: Tensor) -> Tensor:
         """The tensor in other memory: a vector that begins where the old memory began."""
         offset, size, stride, dtype = self._layout

@@ -22,7 +22,12 @@ from lightning_pipeshift.model.execution.microbatch import (
 )
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
-from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
+from lightning_pipeshift.model.gates.layers import (
+    compiled_around,
+    find_layers,
+    find_scopes,
+    require_layers,
+)
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
@@ -231,6 +236,12 @@ class Pipeline:
             for module in find_scopes(root)
             if id(module) not in gated
         ]
+        if uncompiled := compiled_around(root, layers.values()):
+            say(
+                f"PipeShift runs {', '.join(map(repr, uncompiled))} without compiling, as there are"
+                " layers inside. Compile the layers instead, each by itself:"
+                f" `{next(iter(layers))}.compile()`, and so on."
+            )
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
         self._trace_cache = TraceCache(

@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
+import torch
 import transformers
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.layers import find_layers, require_layers
+from lightning_pipeshift.model.gates.layers import compiled_around, find_layers, require_layers
 
 
 class Holder(nn.Module):
@@ -255,3 +258,12 @@ def test_layers_inside_each_other_under_another_name():
     root = Named(lambda m: [m.body, m.alias], alias=body[0], body=body)
     with pytest.raises(LayerError, match="inside it"):
         find_layers(root)
+
+
+def test_what_is_compiled_and_contains_layers_is_named():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    compiled: Any = torch.compile(inner, backend="eager")
+    root = nn.Sequential(compiled, nn.Linear(2, 2), nn.Linear(2, 2))
+    root[1].compile(backend="eager")
+    assert compiled_around(root, [*inner, root[1], root[2]]) == ["0"]
+    assert compiled_around(root, [root[0], root[1], root[2]]) == []
