@@ -31,7 +31,7 @@ from lightning_pipeshift.text import bytes_text
 from tests.features_models import quiet_trainer
 from tests.living_bytes import LivingBytes
 
-WIDTH, NUM_LAYERS = 256, 8
+WIDTH, NUM_LAYERS, VOCABULARY = 256, 8, 20_000
 PROFILE_STEPS, NUM_STEPS = 4, 12
 PARTS = (0.95, 0.85, 0.75, 0.65)
 UNLIMITED, HOST_BUDGET = 1e12, 2e9
@@ -46,10 +46,28 @@ def _of_rows(net: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(net(batch[0]), batch[1])
 
 
+def _vocabulary() -> L.LightningModule:
+    """A GPT-2 whose loss takes more memory than its layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=128, use_cache=False
+    )
+    return Computing(GPT2LMHeadModel(config), _of_tokens)
+
+
+def _of_tokens(net: nn.Module, batch: list[Tensor]) -> Tensor:
+    found: Tensor = net(input_ids=batch[0], labels=batch[0]).loss
+    return found
+
+
 MODELS = {
     "mlp": Model(_mlp, lambda: (torch.randn(WIDTH), torch.tensor(3)), rows=512, microbatches=4),
     "vit": MODELS_OF_OTHERS["vit"],
     "gpt2": MODELS_OF_OTHERS["gpt2"],
+    "vocabulary": Model(
+        _vocabulary, lambda: (torch.randint(VOCABULARY, (128,)),), rows=4, microbatches=4
+    ),
 }
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy
@@ -55,3 +57,54 @@ def test_what_lives_is_within_the_budget() -> None:
         assert max(peaks[1:]) <= budget, (peaks, budget)
         # The memory is used, and not held back.
         assert max(peaks[1:]) == pytest.approx(budget, rel=0.25)
+
+
+WORDS, ROWS = 4000, 16
+
+
+class OfManyWords(Trains):
+    """What the loss and its backward take is more than what the layers take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Linear(WIDTH, WORDS)
+
+    def training_step(self, batch: Any) -> Tensor:
+        hidden, _ = batch
+        hidden = hidden * 2
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.words(hidden)
+        return F.cross_entropy(logits, hidden[:, 0].long().clamp(0, WORDS - 1))
+
+
+def around_layers(num_ranks: int) -> tuple[dict[int, int], float, int]:
+    """What code around this rank's layers takes, the prediction of its peak, and its peak."""
+    batches = [(torch.randn(2 * ROWS, WIDTH), torch.zeros(2 * ROWS)) for _ in range(8)]
+    model, living = built(OfManyWords), LivingBytes()
+    strategy = PipeShiftStrategy(microbatches=2, partition="uniform", profile_steps=3)
+    trainer = quiet_trainer(
+        {"devices": num_ranks, "strategy": strategy},
+        max_epochs=1,
+        callbacks=[living],
+        plugins=[MemoryCompression(budget=1e9, host_budget=0)],
+    )
+    trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    predicted = strategy.predicted(strategy.plan).prediction
+    assert predicted is not None
+    found = strategy.pipeline.planning.profiler.observer.of_code
+    peak = max(living.peaks[1:])
+    return found, predicted.memory_bytes[0][strategy.stage], peak
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_code_around_layers_counts(num_ranks: int) -> None:
+    found = run_ranks(around_layers, num_ranks, num_ranks)
+    for _, predicted, peak in found:
+        assert predicted == pytest.approx(peak, rel=0.1)
+    # The gradients of the logarithms of the probabilities, and of the logits that they are of.
+    gradients = 2 * ROWS * WORDS * 4
+    assert gradients <= max(found[-1][0].values()) <= 1.02 * gradients
+    if num_ranks > 1:
+        # In front of the first layer: the batch times 2, and its gradient.
+        assert max(found[0][0].values()) <= 2 * ROWS * WIDTH * 4

@@ -14,8 +14,15 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.code_bytes import CodeBytes
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
-from lightning_pipeshift.model.execution.trees import are_values, flatten, map_leaves
+from lightning_pipeshift.model.execution.trees import (
+    address_of,
+    are_values,
+    flatten,
+    leaves_of,
+    map_leaves,
+)
 from lightning_pipeshift.model.gates.gate import Gate, StageDone
 from lightning_pipeshift.model.gates.side_outputs import SideOutput
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox, SharedParameters
@@ -177,6 +184,10 @@ class StagePass(PlaceholderListener):
         if self.memory is not None:
             self.listeners = [*self.listeners, self._where]
         self._saves = BetweenLayers(self.table, self.observer, self.resident)
+        self._code: CodeBytes | None = None
+        if self.observer is not None and self._trains:
+            counted = self.resident | {address_of(x) for x in self.received.values()}
+            self._code = CodeBytes(self.device, self.observer, self.table, counted)
         self._mode = Operations(self)
         self._mark = object()
         self._draws_on_host = self.trace.draws_on_host if self.trace is not None else None
@@ -232,8 +243,11 @@ class StagePass(PlaceholderListener):
             self._enter_interval()
             if self.observer is not None:
                 self.observer.begin()
-            with watching(self), applied_functions_seen(), self._hooks(), self._mode:
+            code = self._code if self._code is not None else nullcontext()
+            with watching(self), applied_functions_seen(), self._hooks(), self._mode, code:
                 self.result = step()
+                if self._code is not None:
+                    self._code.end(leaves_of(self.result))
             if not self.is_last and self._calls_more:
                 raise LayerError(
                     "The step ended before it called the layers of the later stages. The step "
@@ -514,6 +528,8 @@ class StagePass(PlaceholderListener):
     def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._ended:
             return self._again(gate, args, kwargs)
+        if self._code is not None:
+            self._code.end(leaves_of((args, kwargs)))
         with self._mode.paused():
             output = self._visit(gate, args, kwargs)
         if gate.reports is not None:
@@ -558,14 +574,18 @@ class StagePass(PlaceholderListener):
     def _enter_interval(self) -> None:
         """Called when user code before the next layer starts to run."""
         self._number = 0
-        if self.trace is None:
-            self._saves.in_front_of(0)
-            return
-        calls = self.trace.flow.calls
+        calls = self.trace.flow.calls if self.trace is not None else ()
+        layer = 0
         if self._position < len(calls):
-            self._saves.in_front_of(calls[self._position].layer)
+            layer = calls[self._position].layer
         elif calls:
-            self._saves.behind(calls[-1].layer)
+            layer = calls[-1].layer
+        if calls and self._position >= len(calls):
+            self._saves.behind(layer)
+        else:
+            self._saves.in_front_of(layer)
+        if self._code is not None:
+            self._code.begin(layer)
 
     # --- random streams ---
 
@@ -632,6 +652,8 @@ class StagePass(PlaceholderListener):
                     "the same values for every batch."
                 )
         self._leave()
+        if self._code is not None:
+            self._code.results(leaves)
         if self.trace is None:
             return output
         self._marked(leaves)

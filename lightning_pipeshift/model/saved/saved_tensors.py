@@ -353,8 +353,14 @@ class Observer:
         self._timed = timed
         self.of_layers: dict[int, list[SavedTensor]] = {}
         self.of_inputs: dict[int, int] = {}
-        # By address, until the memory is freed (a tensor was swapped): then others may get it.
-        self._known: dict[int, Any] = {}
+        self.of_code: dict[int, int] = {}
+        """The most bytes that the code around each layer takes for a moment, beyond what it saves:
+        in all microbatches."""
+        self.known: dict[int, Any] = {}
+        """A weak reference to each tensor's memory by its address, until it is freed (the tensor
+        was swapped): then others may get the address."""
+        self.num_bytes = 0
+        """Of all tensors that have been recorded."""
 
     @property
     def bytes_of_layers(self) -> dict[int, int]:
@@ -395,14 +401,15 @@ class Observer:
         """
         address = address_of(tensor)
         num_bytes = 0
-        if not is_resident and address not in self._known:
+        if not is_resident and address not in self.known:
             memory: Any = tensor
             num_bytes = tensor.numel() * tensor.element_size()
             if tensor.layout is torch.strided:
                 memory = tensor.untyped_storage()
                 num_bytes = memory.nbytes()
-            forget = partial(self._known.pop, address)
-            self._known[address] = weakref.ref(memory, lambda _: forget(None))
+            self.num_bytes += num_bytes
+            forget = partial(self.known.pop, address)
+            self.known[address] = weakref.ref(memory, lambda _: forget(None))
         self.of_layers.setdefault(layer, []).append(
             SavedTensor(
                 number=number,
@@ -414,13 +421,17 @@ class Observer:
             )
         )
 
+    def note_code(self, layer: int, num_bytes: int) -> None:
+        """Records what the code around a layer takes for a moment."""
+        self.of_code[layer] = max(num_bytes, self.of_code.get(layer, 0))
+
     def begin(self) -> None:
         """Called when a microbatch begins: discards the records of an earlier one."""
         self.of_layers.clear()
 
     def end(self) -> None:
         """Called when the microbatch has ended."""
-        self._known.clear()
+        self.known.clear()
 
 
 class Origins(OperationMode):

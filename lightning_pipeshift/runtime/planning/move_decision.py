@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_pipeshift.errors import BudgetError, PlanError
@@ -34,6 +34,7 @@ class Decision:
         message: a message to the user; empty for none.
         expected_gain: the expected speedup of a step.
         took: seconds of a step at the time of the decision.
+        working_bytes: what each layer takes for a moment, by all ranks' measurements.
     """
 
     plan: str
@@ -41,6 +42,7 @@ class Decision:
     message: str
     expected_gain: float = 1.0
     took: float | None = None
+    working_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Profiler:
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
         self._guesses: dict[int, Figures] = {}
+        self._of_others: Mapping[int, int] = {}
         self._earlier: dict[int, Times] = {}
         self._outside = Samples()
         self._steps = Samples()
@@ -209,8 +210,16 @@ class Profiler:
 
     @property
     def working_bytes(self) -> dict[int, int]:
-        """The bytes that layers take for a moment while they run."""
-        return {layer: guess.working_bytes for layer, guess in self._guesses.items()}
+        """The bytes that layers take for a moment while they run, or the code around them."""
+        found = {layer: guess.working_bytes for layer, guess in self._guesses.items()}
+        for others in (self.observer.of_code, self._of_others):
+            for layer, num_bytes in others.items():
+                found[layer] = max(num_bytes, found.get(layer, 0))
+        return found
+
+    def take_working_bytes(self, of_others: Mapping[int, int]) -> None:
+        """Takes what other ranks have measured of layers that may come to this one."""
+        self._of_others = of_others
 
     def at_level(self, figures: RankFigures, level: float) -> RankFigures:
         """The same with low or high quantiles instead of medians.

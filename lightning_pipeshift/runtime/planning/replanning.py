@@ -556,11 +556,14 @@ class Replanning:
         if not before.is_like(plan):
             # Layers have changed their owners on request in the meantime.
             return Decision(plan.to_json(), False, "")
-        return decision
+        layers = self.measured.profile.layers if self.measured is not None else ()
+        working = {number: layer.working_bytes for number, layer in enumerate(layers)}
+        return replace(decision, working_bytes=working)
 
     def accept(self, found: Decision) -> None:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding = False
+        self.profiler.take_working_bytes(found.working_bytes)
         self.decisions.accept(found)
         if found.is_new or self._settings.watch is None:
             self.profiler.begin_anew(for_good=not found.is_new)
