@@ -8,7 +8,7 @@ benchmarks.figures``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 Rows = list[list[str]]
@@ -143,6 +143,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "lane_moves": lambda: lane_moves(results),
         "convergence": lambda: convergence(results),
         "memory_predictions_sleep": lambda: memory_predictions_sleep(results),
+        "memory_predictions_real": lambda: memory_predictions_real(results),
     }
 
 
@@ -381,14 +382,33 @@ def simulator(results: Values) -> Rows:
 
 def memory_predictions_sleep(results: Values) -> Rows:
     """Predicted steps of layers that sleep, with tensors that move or are computed again."""
-    runs = results.value("memory_predictions_sleep / sleep")
-    rows = [["plan", *(f"run {number + 1}: off by, %" for number in range(len(runs)))]]
-    for case in runs[0]["cases"]:
-        where = ("memory_predictions_sleep / sleep", f"cases / {case} / error_percent / median")
-        cells = [f"{{{where[0]} / {number} / {where[1]} +.1f}}" for number in range(len(runs))]
+    return _memory_predictions(results, "memory_predictions_sleep", ("sleep",), "error_percent")
+
+
+def memory_predictions_real(results: Values) -> Rows:
+    """Those of layers that compute, relative to the steps in which everything is kept."""
+    models = ("gpt2", "vit")
+    name, kind = "memory_predictions_real", "error_beside_kept_percent"
+    header, kept, *rows = _memory_predictions(results, name, models, kind)
+    assert kept[0] == "all kept"  # itself: 0 by definition
+    return [header, *rows]
+
+
+def _memory_predictions(results: Values, name: str, models: Sequence[str], kind: str) -> Rows:
+    """A row for each plan, and a column for each run of each model."""
+    runs = [
+        (model, number, f"run {number + 1}" if len(models) == 1 else f"{model}, run {number + 1}")
+        for model in models
+        for number in range(len(results.value(f"{name} / {model}")))
+    ]
+    rows = [["plan", *(f"{text}: off by, %" for _, _, text in runs)]]
+    for case in results.value(f"{name} / {models[0]}")[0]["cases"]:
+        cells = [
+            f"{{{name} / {model} / {number} / cases / {case} / {kind} / median +.1f}}"
+            for model, number, _ in runs
+        ]
         # "as planned, 0.6": the part of saved tensors that the budget has room for.
-        name = re.sub(r"0\.(\d)", r"\1 of 10", case)
-        rows.append([name, *cells])
+        rows.append([re.sub(r"0\.(\d)", r"\1 of 10", case), *cells])
     return rows
 
 
