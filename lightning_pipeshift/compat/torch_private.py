@@ -19,8 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.loss import _Loss as Loss
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode as current_function_mode
@@ -33,6 +37,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # The imported names, and why no public one serves:
 # - NormBase: the base class of all batch and instance norms; the public classes are many.
 # - Loss: the base class of the loss modules, likewise.
+# - BackwardHookFunction: what hooks on a module's backward put around the module.
 # - current_function_mode: the innermost TorchFunctionMode; torch only has the stack.
 # - pytree: public packages (optree) order dicts otherwise, and lack the classes that libraries
 #   register here.
@@ -41,6 +46,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - dispatch_modes_disabled: context without dispatch modes in which subclasses still dispatch.
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
 __all__ = [
+    "BackwardHookFunction",
     "DataLoaderIterator",
     "Loss",
     "NormBase",
@@ -145,6 +151,9 @@ parse_to: Callable[..., Any] = torch._C._nn._parse_to
 """``(device, dtype, non_blocking, memory_format)`` from the arguments of ``Tensor.to``, which has
 many forms. ``nn.Module.to`` parses them with this, too."""
 
+NO_VALUES: Final = "its data is not allocated yet"
+"""What a kernel says of a tensor without values."""
+
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
 """Reads the value of a tensor with one element: ``Tensor.item``."""
@@ -180,6 +189,26 @@ COMPILED_CALL: Final = "_compiled_call_impl"
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return getattr(module, COMPILED_CALL, None) is not None
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """What a call of a module runs that is not compiled: its hooks and its ``forward``."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+MAKES_WEIGHTS: Final = (SpectralNorm, WeightNorm, BasePruningMethod)
+"""Hooks on a module's forward that compute its weights from other parameters of it."""
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks before a module's forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks on a module's backward are registered."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_compiled_module(module: nn.Module) -> bool:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.errors import LayerError
@@ -504,9 +506,39 @@ class CopiesForLayout(ChannelsLast):
         return self.last((self.convs[2](second + first) + copied).mean((2, 3)))
 
 
+def times(factor: float, gradients: Any) -> Any:
+    (gradient,) = gradients
+    return (factor * gradient,)
+
+
+class HasHooksOnBackwards(Habit):
+    """Hooks on the backward of layers change gradients; others change what layers get and give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_full_backward_pre_hook(lambda _, given: times(2, given))
+        self.second.register_full_backward_hook(lambda _, made, given: times(0.5, made))
+        self.second.register_forward_hook(lambda _, args, output: 1.5 * output)
+        self.third.register_full_backward_hook(lambda _, made, given: times(3, made))
+        self.third.register_forward_pre_hook(lambda _, args: (args[0] + 0.1,))
+
+
+class MakesWeightsByHooks(Habit):
+    """The older norms of weights, and pruning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.spectral_norm(self.first)
+        nn.utils.weight_norm(self.second)
+        prune.l1_unstructured(self.third, "weight", 0.4)
+        nn.utils.parametrizations.spectral_norm(self.last)
+
+
 HABITS: dict[str, Callable[[], Classifier]] = {
     habit.__name__: habit
     for habit in (
+        HasHooksOnBackwards,
+        MakesWeightsByHooks,
         WritesAParameter,
         WritesAParameterBehind,
         LooksAtAParameter,
@@ -683,3 +715,48 @@ def test_steps_that_call_no_layer() -> None:
 
 def test_lightning_module_is_what_is_trained() -> None:
     assert all(isinstance(build(name), L.LightningModule) for name in HABITS)
+
+
+class HasHookOnContainer(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(self.second, self.third)
+        self.pair.register_full_backward_hook(lambda _, made, given: times(0.5, made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.pair(self.first(x)))
+        return result
+
+
+class PassesAPackedSequence(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(NUM_FEATURES // 2, WIDTH, batch_first=True)
+        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.arange(len(x)) % 2 + 1
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x.view(len(x), 2, -1), lengths, batch_first=True, enforce_sorted=False
+        )
+        _, (state, _) = self.second(self.first(packed)[0])
+        result: Tensor = self.last(state[-1])
+        return result
+
+
+def error_of(make: Callable[[], Any]) -> str:
+    with pytest.raises(LayerError) as caught:
+        fit(make(), points(1), Pipelined("uniform"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (HasHookOnContainer, "Register it on layers"),
+        (PassesAPackedSequence, "Let one module make the value and use it"),
+    ],
+)
+def test_what_does_not_work_is_an_error_with_advice(make: Callable[[], Any], advice: str) -> None:
+    assert all(advice in message for message in run_ranks(error_of, 2, make))

@@ -1,8 +1,7 @@
 """The gate of a layer: the only place where PipeShift touches a layer.
 
-A gate replaces the layer's ``forward``, or what ``layer.compile()`` has made of its whole call: so
-what is compiled has nothing of PipeShift in it, and remains one piece. During a pass, the pass
-handles the call; otherwise the layer behaves as without a gate.
+A gate replaces the layer's ``forward``, or its whole call (see :func:`replaces_call`). During a
+pass, the pass handles the call; otherwise the layer behaves as without a gate.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.compat.torch_private import (
     COMPILED_CALL,
+    MAKES_WEIGHTS,
+    forward_pre_hooks,
+    has_backward_hooks,
     is_compiled,
+    plain_call,
     without_torch_function,
 )
 from lightning_pipeshift.errors import LayerError
@@ -92,12 +95,12 @@ class Gate:
         """The values that leave the layer other than by its return value, if any were found."""
         self._weights: Weights | None = None
         self._bringing: RemovableHandle | None = None
-        self._slot = "forward" if not is_compiled(layer) else COMPILED_CALL
+        self._slot = COMPILED_CALL if replaces_call(layer) else "forward"
         """The attribute that the gate replaces."""
         self.had_own = self._slot in layer.__dict__
         """Whether it is an attribute of the layer itself."""
-        self.original: Callable[..., Any] = getattr(layer, self._slot)
-        """The layer's own ``forward``, or compiled call."""
+        self.original: Callable[..., Any] = getattr(layer, self._slot) or plain_call(layer)
+        """The layer's own ``forward``, or its whole call."""
 
     def install(self) -> None:
         """Installs the gate in the layer."""
@@ -163,6 +166,18 @@ class Gate:
             self.layer.__dict__.pop(self._slot, None)
         self._installed = None
         self.weights = None
+
+
+def replaces_call(layer: nn.Module) -> bool:
+    """Whether a layer's gate replaces the layer's whole call, with its hooks, and not only its
+    ``forward``.
+
+    What ``layer.compile()`` has compiled is the call; PipeShift is no part of it then. Hooks on the
+    layer's backward need its inputs and results on the same stage. Those that compute its weights
+    before it runs (old spectral norms, pruning) use parameters that only its stage has.
+    """
+    has_weights_made = any(isinstance(hook, MAKES_WEIGHTS) for hook in forward_pre_hooks(layer))
+    return is_compiled(layer) or has_backward_hooks(layer) or has_weights_made
 
 
 class _Brings:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.torch_private import NO_VALUES
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.gates.side_outputs import SideOutput
@@ -63,7 +65,14 @@ def run_made_up(
         with substituted(slots, real):
             output = with_side_outputs(gate, gate.run(*real_args, **real_kwargs))
     except Exception:
-        raise error from None
+        if NO_VALUES not in str(error):
+            raise error from None
+        raise LayerError(
+            f"The layer {gate.name!r} is given a value that decides how it runs, and cannot run on"
+            " other values: a `PackedSequence`, for example, which another layer has made. Stages"
+            " that lack such a value cannot tell what the layer returns. Let one module make the"
+            " value and use it (return it from `configure_layers()` if it is not a layer yet)."
+        ) from None
     outputs, rebuild_output = flatten(output, opens_objects=True)
     needs_gradient = bool(sources) and torch.is_grad_enabled()
     found: list[Any] = []

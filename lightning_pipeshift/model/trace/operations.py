@@ -22,11 +22,14 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from lightning_pipeshift.compat.torch_private import (
     PRIVATE_QUESTIONS,
     PRIVATE_READS,
+    BackwardHookFunction,
     current_function_mode,
     interpreter_stack,
     without_compiling,
     without_torch_function,
 )
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 Call = Callable[..., Any]
 
@@ -294,6 +297,15 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         # computes the same.
         run, preserve, *rest = args
         return checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=preserve)
+    if cls is BackwardHookFunction and any(map(_is_placeholder, args)):
+        # Inside of a layer that is traced it is no fault: the layer then runs on made-up values.
+        fault = LayerError if getattr(told, "inside", None) is None else RuntimeError
+        raise fault(
+            "A hook on the backward of a module (`register_full_backward_hook`) needs the module's"
+            " input and result on one stage. Register it on layers, not on a module that contains"
+            " layers, and before `fit` begins; or register hooks on tensors"
+            " (`tensor.register_hook`)."
+        )
     applied = _AppliedFunction.of(cls)
     # Handled like any function: no other handler is called while this one computes the result.
     stack.append(None)
@@ -302,6 +314,10 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
             return told.operation(applied, args, kwargs)
     finally:
         stack.pop()
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Placeholder)
 
 
 class _AppliedFunction:
