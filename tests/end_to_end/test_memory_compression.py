@@ -313,8 +313,9 @@ def test_what_passes_between_stages_is_part_of_what_they_hold() -> None:
         sum(p.numel() * 4 for p in module.parameters()) for module in (Block(), nn.Linear(WIDTH, 4))
     )
     payload = SAMPLES // 8 * WIDTH * 4
-    # One that comes, the next one's gradient, and gradients of two that are being sent.
-    passing = [payload, 3 * payload + payload, 3 * payload]
+    # One that comes, the next one's gradient and that of the backward that runs, and gradients of
+    # two that are being sent.
+    passing = [2 * payload, 3 * payload + 2 * payload, 3 * payload]
     for mine, weights, passes in zip(
         found, (3 * block, 2 * block, block + head), passing, strict=True
     ):

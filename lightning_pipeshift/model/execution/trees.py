@@ -79,7 +79,9 @@ def _open(
 
 def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
     """The parts of a structure that is no tuple, list or dict, and how to build it of others."""
-    parts, spec = pytree.tree_flatten(tree, lambda part: part is not tree)
+    # By its number: torch's function is a reference cycle, and keeps what the given one refers to.
+    number = id(tree)
+    parts, spec = pytree.tree_flatten(tree, lambda part: id(part) != number)
     if not (len(parts) == 1 and parts[0] is tree):
         return parts, partial(pytree.tree_unflatten, treespec=spec)
     fields = _fields(tree)

@@ -441,13 +441,14 @@ def window_bytes(sizes: Sequence[float]) -> float:
 
 def passing_bytes(received: Any, sent: Any) -> Any:
     """The memory that a stage reserves for messages between stages: a payload and a gradient whose
-    receives are posted during the compute on earlier ones, and gradients that it sends.
+    receives are posted during the compute on earlier ones, the gradient with which a backward
+    began, which autograd holds until it ends, and gradients that it sends.
 
     Args:
         received: the payload that it receives, per microbatch; its gradient is at most as large.
         sent: the payload that it sends.
     """
-    return (1 + SENDS_UNDER_WAY) * received + sent
+    return (1 + SENDS_UNDER_WAY) * received + 2 * sent
 
 
 def batches_held(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:

@@ -97,13 +97,18 @@ class InOrder:
         while (item := self._work.get()) is not None:
             function, future = item
             try:
-                if self._failure is not None:
-                    raise self._failure
-                future.set_result(function())
+                try:
+                    if self._failure is not None:
+                        raise self._failure
+                    result = function()
+                finally:
+                    # Who hears of the end may count on the memory that the call used.
+                    del item, function
+                future.set_result(result)
             except BaseException as error:
                 if self._failure is None:
                     self._failure = error
                     if self._on_error is not None:
                         self._on_error(error)
                 future.set_exception(error)
-            del item, function, future
+            del future

@@ -9,6 +9,7 @@ need them, as soon as memory is free.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections import deque
@@ -162,6 +163,12 @@ class ActivationStore(ActionListener):
         self._also: list[tuple[_Block, tuple[int, int]]] = []
         # Dropped blocks: any thread may drop one at any time, so this needs no lock.
         self._dropped: deque[_Block] = deque()
+        # The microbatch whose backward runs, its lowest layer so far, and the bytes that it has
+        # freed since it came to that layer. It may need them for what it computes: nothing comes
+        # into that memory until the next layer.
+        self._in_backward: int | None = None
+        self._lowest_layer = math.inf
+        self._spent_bytes = 0
         self._row: Row = ()
         self._position = 0
         # The last layer that has started in the current action.
@@ -222,6 +229,8 @@ class ActivationStore(ActionListener):
             self._also.clear()
             self._begun = time.monotonic()
             if action.kind is Kind.BACKWARD:
+                self._bury()
+                self._in_backward, self._lowest_layer = action.microbatch, math.inf
                 self._stay(action.microbatch)
         self.advance()
 
@@ -229,6 +238,7 @@ class ActivationStore(ActionListener):
         """Called when the action has ended."""
         with self.lock:
             self._bury()
+            self._in_backward, self._spent_bytes = None, 0
             self._promised_bytes = 0
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._begun)
             if action.kind is Kind.FORWARD:
@@ -351,6 +361,8 @@ class ActivationStore(ActionListener):
         """
         with self.lock:
             self._promised_bytes = 0
+            if self._in_backward is not None:
+                self._come_to(layer)
         who = f"the layer {self._name(layer)!r}"
         self._take_room(num_bytes, who, layer, partial(self._promise, num_bytes))
 
@@ -381,9 +393,12 @@ class ActivationStore(ActionListener):
                     self._settle()
                     lacking = self._here_bytes + self._lent_bytes + self._promised_bytes
                     lacking += num_bytes - int(min(self._orders.budget_bytes, 1 << 62))
-                    if lacking <= 0:
+                    spent = self._spent_bytes if layer is None else 0
+                    if lacking + spent <= 0:
                         take()
                         break
+                    if lacking <= 0:
+                        raise self._error(num_bytes, lacking + spent, who)
                     begun = begun or time.perf_counter()
                     if not self._first_leaving() and not self._evict(lacking, layer):
                         coming = next((b for b in self._coming if b.state is _Is.COMING), None)
@@ -425,6 +440,7 @@ class ActivationStore(ActionListener):
                 for block in sorted(away, key=lambda block: block.need):
                     held = self._here_bytes + self._lent_bytes
                     held += reserve + self._promised_bytes + self._awaited_bytes
+                    held += self._spent_bytes
                     if held + block.num_bytes > self._orders.budget_bytes:
                         return
                     if not self._orders.fills_budget and not self._is_soon(block):
@@ -434,8 +450,11 @@ class ActivationStore(ActionListener):
     def fetch(self, block: _Block) -> None:
         """Fetches a block that is needed now; returns when it is on the device."""
         with self.lock:
+            is_next = block.microbatch == self._in_backward and self._come_to(block.layer)
             self._let_stay(block)
             if block.state is _Is.HERE:
+                if is_next:
+                    self.advance()
                 return
             is_away = block.state is _Is.AWAY
         begun = time.perf_counter()
@@ -450,6 +469,16 @@ class ActivationStore(ActionListener):
         self._has_come(block, ticket)
         self.traffic.waited_seconds += time.perf_counter() - begun
         self.advance()
+
+    def _come_to(self, layer: int) -> bool:
+        """Called with the layer whose tensors the running backward needs now. Returns whether it
+        has come to another layer, and needs nothing of what it has freed before.
+        """
+        if layer >= self._lowest_layer:
+            return False
+        self._bury()
+        self._lowest_layer, self._spent_bytes = layer, 0
+        return True
 
     def _first_leaving(self) -> _Block | None:
         return next((b for b in self._leaving if b.state is _Is.LEAVING and not b.is_gone), None)
@@ -619,6 +648,8 @@ class ActivationStore(ActionListener):
             block.is_gone = True
             if block.state is not _Is.AWAY:
                 self._here_bytes -= block.num_bytes
+                if block.microbatch == self._in_backward:
+                    self._spent_bytes += block.num_bytes
             if block.offloaded is not None:
                 block.offloaded.forget()
             block.offloaded = block.buffer = block.coming = None

@@ -445,23 +445,27 @@ class _RemoteBlock:
         done: Done,
     ) -> Ticket:
         """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
-        is_ready = record_event(whole.device)
+        device = whole.device
+        is_ready = record_event(device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            blocks = [block]
+
             def work() -> None:
                 is_ready.synchronize()
-                with aside(block.device):
-                    act(borrower, key, block)
+                with aside(device):
+                    # Not held any longer: `then` may allocate as much again.
+                    act(borrower, key, blocks.pop())
                 # On the compute stream: the store may start to fetch another block.
                 then()
 
             return line(borrower).submit(work)
 
-        blocks = whole.split([size for _, _, size in self._blocks])
+        parts = whole.split([size for _, _, size in self._blocks])
         return _Together(
             [
-                partial(submit, borrower, key, block)
-                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+                partial(submit, borrower, key, part)
+                for (borrower, key, _), part in zip(self._blocks, parts, strict=True)
             ],
             done,
         )

@@ -1,3 +1,5 @@
+import gc
+import weakref
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -120,6 +122,20 @@ def test_the_outputs_of_a_library():
     assert isinstance(cut, BatchEncoding)
     assert cut["input_ids"].shape == cut.mask.shape == (1, 3)
     assert encoding["input_ids"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("holder", [Plain, lambda x: BaseModelOutput(last_hidden_state=x)])
+def test_what_an_opened_object_holds_is_freed_with_it(holder):
+    tensor = torch.ones(2)
+    memory = weakref.ref(tensor.untyped_storage())
+    gc.disable()
+    try:
+        held = holder(tensor)
+        leaves, rebuild = flatten(held)
+        del tensor, held, leaves, rebuild
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_tensors_keep_their_identity():

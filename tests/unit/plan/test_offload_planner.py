@@ -187,8 +187,9 @@ def test_what_passes_between_stages_is_counted():
     payloads = np.array([0.0, 1000.0, 1000.0, 0.0])
     given = replace(given, workload=replace(given.workload, payload_bytes=payloads))
     found = given.footprint()
-    # A payload and a gradient that come, and gradients of two that leave.
-    assert found.static_bytes == (1000, 4000, 4000, 3000)
+    # A payload and a gradient that come, the gradient of the backward that runs, and gradients of
+    # two that leave.
+    assert found.static_bytes == (2000, 5000, 5000, 3000)
     # What is sent on is held until it has come back as a gradient, by who has no layers too.
     assert found.traces[1].peak_bytes == 3 * 1000
     assert found.traces[0].peak_bytes == 4 * (MB + 1000)

@@ -299,7 +299,7 @@ def test_no_cut_inside_of_a_block_for_a_small_gain():
     assert found.cuts[0].counts in ((10, 12), (12, 10))
     # For a large gain, or where nothing else fits.
     assert arrange(blocks_of_two(3), cluster, ONE_OF_TWO_STAGES).cuts == (Cut((3, 3)),)
-    short = Cluster(devices("a:X a:X", memory_bytes=1130))
+    short = Cluster(devices("a:X a:X", memory_bytes=1140))
     found = arrange(blocks_of_two(11, weights=100), short, ONE_OF_TWO_STAGES)
     assert found.cuts == (Cut((11, 11)),)
 

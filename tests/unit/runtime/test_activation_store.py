@@ -786,6 +786,46 @@ def test_while_one_layers_backward_runs_the_next_ones_tensors_come(
     assert not waits, "each was there when it was asked for"
 
 
+def test_what_a_layers_backward_has_freed_is_its_own_until_it_ends() -> None:
+    """It takes memory for gradients meanwhile: the peak that was measured of a layer by itself is
+    over when none of its tensors has been freed, or includes the memory of those that have.
+    """
+    found: list[int] = []
+
+    class Rests(torch.autograd.Function):
+        """Time enough for tensors to come, in the middle of a layer's backward."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            case.until_quiet(store)
+            found.append(store.held_bytes)
+            return gradient
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Wave(), Wave()
+
+        def forward(self, x: Tensor) -> Tensor:
+            middle = self.first(x)
+            # Where only the observer looks, there is no store.
+            return self.second(Rests.apply(middle) if watches else middle)
+
+    watches = False
+    case = Case([Twice() for _ in range(6)], parse_row("F0 F1 F2 B0 B1 B2"))
+    watches = True
+    layer_bytes = max(case.bytes_of_layers.values())
+    store = case.store(3 * layer_bytes)
+    assert same(Stage(case.layers, store, case.ledger).step(case.row, case.batch), case.expected())
+    assert store.traffic.moved_bytes >= 3 * case.microbatch_bytes
+    # The second part of the layer that runs has freed half of its tensors.
+    assert max(found) <= 3 * layer_bytes - layer_bytes // 2
+
+
 def test_where_the_budget_need_not_be_filled_no_more_than_two_layers_are_back() -> None:
     case = Case(layers_of("PPPPPP"), ROWS["gpipe"])
     store = case.store(100 * case.microbatch_bytes, fills_budget=False)

@@ -142,6 +142,26 @@ def test_what_was_copied_is_not_held_afterwards() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_what_was_copied_is_free_when_who_wants_to_know_is_told(way: str) -> None:
+    copier, go = ThreadCopier(), threading.Event()
+    source, to = torch.ones(100), torch.zeros(100)
+    storage = StorageWeakRef(source.untyped_storage())
+    is_free: list[bool] = []
+
+    def work(source: Tensor) -> None:
+        go.wait()
+        to.copy_(source)
+
+    ticket = getattr(copier, way)(partial(work, source), lambda: is_free.append(storage.expired()))
+    del source
+    go.set()
+    ticket.wait()
+    getattr(copier, way)(nothing, nothing).wait()
+    assert is_free == [True]
+    copier.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_an_error_is_reported_once_and_ends_what_comes_behind_it(way: str) -> None:
     (other,) = set(WAYS) - {way}
     errors: list[BaseException] = []

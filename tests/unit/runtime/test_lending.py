@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.errors import BudgetError, StageFailedError
 from lightning_pipeshift.model.saved.codec import codec_named
@@ -308,6 +310,37 @@ def test_who_wants_to_know_is_told_once_and_when_all_parts_are_there() -> None:
     (found, results), *_ = run_ranks(told, 3, 10)
     assert found == [f"{what} {number}" for number in range(10) for what in ("left", "back")]
     assert results == [True] * 10
+
+
+def freed(num: int) -> Any:
+    """Whether a block's memory is free when who wants to know is told that it has left."""
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2))
+    found: list[bool] = []
+    for _ in range(num):
+        block = torch.ones(1000)
+        storage, go = StorageWeakRef(block.untyped_storage()), threading.Event()
+
+        def note(storage: StorageWeakRef = storage) -> None:
+            found.append(storage.expired())
+
+        for borrower in guest.borrowers.values():
+            borrower.there.submit(partial(go.wait, LIMIT_SECONDS))
+        parcel = guest.place.put(block, note)
+        assert parcel is not None
+        del block
+        go.set()
+        parcel.leaving.wait()
+        parcel.forget()
+    guest.leave()
+    return found
+
+
+def test_the_memory_of_a_block_that_has_left_is_free() -> None:
+    here, *_ = run_ranks(freed, 3, 20)
+    assert here == [True] * 20
 
 
 def each_others(num: int) -> Any:
