@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.compat import torch_private
 from lightning_pipeshift.devices import interception, simulated
 from lightning_pipeshift.devices.simulated import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
-_OWN_FILES = (__file__, simulated.__file__, interception.__file__)
+_OWN_FILES = (__file__, simulated.__file__, interception.__file__, torch_private.__file__)
 
 
 class Wait(NamedTuple):
