@@ -217,11 +217,15 @@ class Operations(TorchFunctionMode):
         stack = _applied.stack
         stack.append(None)
         before, self._is_paused = self._is_paused, True
-        self._uncompiled.pop().__exit__(None, None, None)
+        # A region of a graph that outlives the context may be recomputed behind its end.
+        is_active = bool(self._uncompiled)
+        if is_active:
+            self._uncompiled.pop().__exit__(None, None, None)
         try:
             yield
         finally:
-            self._uncompiled.append(without_compiling())
+            if is_active:
+                self._uncompiled.append(without_compiling())
             self._is_paused = before
             stack.pop()
 
@@ -236,8 +240,11 @@ class Operations(TorchFunctionMode):
     def end_backward(self) -> None:
         """Leaves the context if :meth:`begin_in_backward` has entered it."""
         while self.is_innermost():
-            self.__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _applied.stack.clear()
+        # Autograd leaves modes by itself, but not this.
+        while self._uncompiled:
+            self._uncompiled.pop().__exit__(None, None, None)
 
 
 class _Without:
