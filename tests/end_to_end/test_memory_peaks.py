@@ -108,12 +108,25 @@ def test_what_lives_is_within_the_budget(
 WORDS, ROWS = 4000, 16
 
 
+class Words(nn.Linear):
+    """With a large buffer."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WORDS)
+        self.register_buffer("mask", torch.zeros(50, WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.mask[0]
+
+
 class OfManyWords(Trains):
     """What the loss and its backward take is more than what the layers take."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Linear(WIDTH, WORDS)
+        self.words = Words()
 
     def training_step(self, batch: Any) -> Tensor:
         hidden, _ = batch

@@ -423,7 +423,13 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 _Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
 _FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
-_WHERE_THERE: Final = ("tensors", "joins_next", "waiting_bytes", "working_bytes")
+_WHERE_THERE: Final = (
+    "tensors",
+    "joins_next",
+    "waiting_bytes",
+    "working_bytes",
+    "buffer_bytes",
+)
 """The fields of a layer that are written where there is something to write."""
 _Tensor = Annotated[SavedTensor, Entry(("spares",))]
 _Layer = Annotated[LayerProfile, Entry(_WHERE_THERE, tensors=tuple[_Tensor, ...])]

@@ -37,6 +37,7 @@ class LayerProfile:
         waiting_bytes: the part of ``parameter_bytes`` that may be in host memory while it waits.
         working_bytes: what it takes for a moment while it runs, forward or backward, beyond what it
             saves: temporary results, its input and output, and gradients on their way.
+        buffer_bytes: its buffers (running statistics, masks).
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerProfile:
     joins_next: bool = False
     waiting_bytes: int = 0
     working_bytes: int = 0
+    buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -81,7 +83,8 @@ class LayerProfile:
     @property
     def static_bytes(self) -> int:
         """The bytes that its owner holds permanently."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        held = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return held + self.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,6 +292,7 @@ def layers_of(
                 parameter_bytes=bytes_of(gate.layer.parameters()),
                 gradient_bytes=trained,
                 optimizer_bytes=copies * trained,
+                buffer_bytes=bytes_of(gate.layer.buffers()),
                 waiting_bytes=(waiting_bytes or {}).get(index, 0),
                 payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
                 payload_gradient_bytes=sum(

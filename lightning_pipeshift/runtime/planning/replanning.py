@@ -304,7 +304,9 @@ class Replanning:
         """
         layers = self._layers
         weights = (
-            layers[n].parameter_bytes - (layers[n].waiting_bytes if n in waiting else 0)
+            layers[n].parameter_bytes
+            + layers[n].buffer_bytes
+            - (layers[n].waiting_bytes if n in waiting else 0)
             for n in (*leaving, *copied)
         )
         return sum(weights) + sum(layers[n].optimizer_bytes for n in leaving if n not in on_host)

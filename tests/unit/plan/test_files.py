@@ -264,7 +264,9 @@ def test_a_wrong_cluster_is_named(text, message, tmp_path):
 PROFILE = Profile(
     layers=(
         LayerProfile("wte", 4000, 4000, 8000, 100, 100, 0, 0),
-        LayerProfile("h.0", 1000, 1000, 2000, 200, 200, 5000, 100, working_bytes=300),
+        LayerProfile(
+            "h.0", 1000, 1000, 2000, 200, 200, 5000, 100, working_bytes=300, buffer_bytes=24
+        ),
     ),
     kinds={
         "NVIDIA A100": KindProfile((0.1, 1 / 3), (0.2, 0.6), 1e-5, 2e-5, 0.001, 0.002),
