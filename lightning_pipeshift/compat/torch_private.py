@@ -176,7 +176,9 @@ def without_compiling() -> AbstractContextManager[Any]:
     """A context, in force from now on, in which what ``torch.compile`` has compiled runs as it was
     written. Cheap if nothing has been compiled so far.
     """
-    if "torch._dynamo" not in sys.modules:
+    # Optimizers import the compiler, too, and register that they are not to be compiled: None.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or not any(dynamo.eval_frame.cached_backends.values()):
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

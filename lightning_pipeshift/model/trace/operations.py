@@ -173,7 +173,8 @@ class Operations(TorchFunctionMode):
         super().__init__()
         self._reference = weakref.ref(told)
         self._is_paused = False
-        self._uncompiled: list[AbstractContextManager[Any]] = []
+        self._eager: AbstractContextManager[Any] | None = None
+        self._num_eager = 0
 
     @property
     def _told(self) -> OperationHandler:
@@ -193,15 +194,33 @@ class Operations(TorchFunctionMode):
     def __enter__(self) -> Operations:
         super().__enter__()  # type: ignore[no-untyped-call]
         _applied.stack.append(self._told)
-        self._uncompiled.append(without_compiling())
+        self._forbid_compiling()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._uncompiled.pop().__exit__(None, None, None)
+        self._allow_compiling()
         stack = _applied.stack
         if stack:
             stack.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _forbid_compiling(self) -> None:
+        self._num_eager += 1
+        if self._eager is None:
+            self._eager = without_compiling()
+        else:
+            # The same one again: every layer runs in between, so it has to be cheap.
+            self._eager.__enter__()
+
+    def _allow_compiling(self) -> bool:
+        """Returns whether compiling was forbidden."""
+        # A region of a graph that outlives the context may be recomputed behind its end.
+        if not self._num_eager:
+            return False
+        self._num_eager -= 1
+        assert self._eager is not None
+        self._eager.__exit__(None, None, None)
+        return True
 
     def is_innermost(self) -> bool:
         """Whether this is the innermost of all modes."""
@@ -217,15 +236,12 @@ class Operations(TorchFunctionMode):
         stack = _applied.stack
         stack.append(None)
         before, self._is_paused = self._is_paused, True
-        # A region of a graph that outlives the context may be recomputed behind its end.
-        is_active = bool(self._uncompiled)
-        if is_active:
-            self._uncompiled.pop().__exit__(None, None, None)
+        was_forbidden = self._allow_compiling()
         try:
             yield
         finally:
-            if is_active:
-                self._uncompiled.append(without_compiling())
+            if was_forbidden:
+                self._forbid_compiling()
             self._is_paused = before
             stack.pop()
 
@@ -243,8 +259,8 @@ class Operations(TorchFunctionMode):
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _applied.stack.clear()
         # Autograd leaves modes by itself, but not this.
-        while self._uncompiled:
-            self._uncompiled.pop().__exit__(None, None, None)
+        while self._allow_compiling():
+            pass
 
 
 class _Without:
