@@ -203,8 +203,8 @@ def test_the_budget_counts_every_version_of_the_weights(schedule: str) -> None:
     # Where gradients are accumulated, those of one minibatch are beside them.
     num_others = 3 if schedule == "async" else 4
     for one, num_blocks, num_versions, passing in (
-        (first, 3, 3 if schedule == "async" else 2, payload),
-        (second, 2, 2, 4 * payload),
+        (first, 3, 3 if schedule == "async" else 2, 2 * payload),
+        (second, 2, 2, 5 * payload),
     ):
         static = 1e8 - one.figures["budget_bytes"] - passing - one.room
         assert static == (num_versions + num_others) * weight_bytes(num_blocks)
