@@ -71,7 +71,7 @@ class OperationMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled remains so, and runs unseen. (Else torch runs it without compiling.)"""
+        """Compiled code stays compiled, and runs unseen. (Else torch runs it without compiling.)"""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ parse_to: Callable[..., Any] = torch._C._nn._parse_to
 many forms. ``nn.Module.to`` parses them with this, too."""
 
 NO_VALUES: Final = "its data is not allocated yet"
-"""What a kernel says of a tensor without values."""
+"""Part of the message of a kernel that is given a tensor without values."""
 
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
@@ -194,7 +194,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """What a call of a module runs that is not compiled: its hooks and its ``forward``."""
+    """The call of a module that is not compiled: its hooks and its ``forward``."""
     call: Callable[..., Any] = module._call_impl
     return call
 

@@ -48,7 +48,7 @@ Position = tuple[int, ...]
 """A position in a forward pass, by the modules with their own stream that have begun and ended
 before it: the number of these begins and ends, and inside of such a module the number of those of
 its parts. So what a module does inside of it changes no position behind it: a part may be compiled,
-which nobody sees begin, or the module may be skipped."""
+so that its begin is not seen, or the module may be skipped."""
 
 START: Position = (0,)
 
