@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, StageFailedError
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_transparency import Pipelined, Trained, assert_same_bits, fit
 from tests.features_models import quiet_trainer
@@ -745,8 +745,19 @@ class PassesAPackedSequence(Classifier):
         return result
 
 
+class ReplacesParameters(Habit):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for layer in (self.second, self.third):
+            doubled = {name: 2 * value for name, value in layer.named_parameters()}
+            hidden = torch.func.functional_call(layer, doubled, (hidden,))
+        result: Tensor = self.last(hidden)
+        return result
+
+
 def error_of(make: Callable[[], Any]) -> str:
-    with pytest.raises(LayerError) as caught:
+    # A stage that fails first is named by the others, with its error.
+    with pytest.raises((LayerError, StageFailedError)) as caught:
         fit(make(), points(1), Pipelined("uniform"))
     return str(caught.value)
 
@@ -755,6 +766,7 @@ def error_of(make: Callable[[], Any]) -> str:
     ("make", "advice"),
     [
         (HasHookOnContainer, "Register it on layers"),
+        (ReplacesParameters, "Compute them inside of it"),
         (PassesAPackedSequence, "Let one module make the value and use it"),
     ],
 )

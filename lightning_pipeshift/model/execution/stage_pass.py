@@ -154,6 +154,14 @@ class StagePass(PlaceholderListener):
     order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.trace is not None and self.trace.replaces and not self._is_alone:
+            raise LayerError(
+                f"The layer {self.trace.replaces!r} is called with other tensors in the place of"
+                " its parameters (`torch.func.functional_call`, for example): these are computed"
+                " outside of the layer, and other stages do not have them. Compute them inside of"
+                " it: let the module that makes this call be a layer (return it from"
+                " `configure_layers()`), or train on one device."
+            )
         self._part = self.trace.part(self.layers) if self.trace is not None else None
         self._position = 0
         self._number = 0
@@ -221,6 +229,11 @@ class StagePass(PlaceholderListener):
         self._values[value] = self._marked(handed_out)
         if passed_on:
             self.outgoing[value], self.edges[value] = tensor.detach(), _edge(handed_out)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this stage has all layers."""
+        return self.is_last and not self.layers.start
 
     @property
     def layer_under_way(self) -> str:
@@ -364,8 +377,12 @@ class StagePass(PlaceholderListener):
             if is_transformed() or not self.shared.are_used(args, kwargs):
                 return function(*args, **kwargs)
         elif kind is OperationKind.QUESTION or is_transformed():
-            if name in _OF_TRACKED and isinstance(args[0], Placeholder) and args[0].is_tracked:
-                return _OF_TRACKED[name]()
+            if args and isinstance(args[0], Placeholder) and args[0].is_tracked:
+                if name == "requires_grad_":
+                    # It is so on its own stage; the placeholder is part of no graph.
+                    return args[0]
+                if name in _OF_TRACKED:
+                    return _OF_TRACKED[name]()
             return function(*args, **kwargs)
         if kind is OperationKind.READ or function is torch.tensor:
             args, kwargs = with_tensors((args, kwargs), self.value_of)

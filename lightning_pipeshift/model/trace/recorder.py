@@ -221,6 +221,7 @@ class _Recorder(PlaceholderListener):
         self._parameter_paths = parameters_by_storage(root)
         self._written_parameters: set[Place] = set()
         self._writes_state = False
+        self._replaces = ""
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self._state = state_by_storage(root, gates)
 
@@ -532,6 +533,8 @@ class _Recorder(PlaceholderListener):
                 self._isolation.__enter__()  # type: ignore[no-untyped-call]
         inputs, rebuild_inputs = flatten((args, kwargs))
         slots = slots_of(gate.layer)
+        if any(not slot.is_buffer and not isinstance(slot.get(), nn.Parameter) for slot in slots):
+            self._replaces = gate.name
         needs: set[Value] = set()
         inside = _Inside(gate, call, needs, frozenset(id(slot.get()) for slot in slots))
         inner_inputs, origins = [], []
@@ -811,6 +814,7 @@ class _Recorder(PlaceholderListener):
             self._keeps,
             self._state_written(),
             self._writes_state,
+            replaces=self._replaces,
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

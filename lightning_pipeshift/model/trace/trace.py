@@ -110,6 +110,7 @@ class Trace:
             modules), and that user code writes to on one stage only: the layer of this stage, or
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
+        replaces: a layer that is called with other tensors in the place of its parameters.
         draws_on_host: whether anything draws from NumPy or ``random``.
     """
 
@@ -129,6 +130,7 @@ class Trace:
     state: dict[Place, int] = field(default_factory=dict)
     writes_state: bool = False
     draws_on_host: bool = False
+    replaces: str = ""
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
@@ -244,4 +246,5 @@ class Trace:
             },
             self.writes_state,
             self.draws_on_host,
+            self.replaces,
         )
