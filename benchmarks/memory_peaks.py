@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.memory_predictions import MODELS as MODELS_OF_OTHERS
-from benchmarks.memory_predictions import Computing, Model, what_moves
+from benchmarks.memory_predictions import Computing, Model, of_tokens, what_moves
 from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -55,12 +55,7 @@ def _vocabulary() -> L.LightningModule:
     config = GPT2Config(
         n_layer=4, n_embd=64, n_head=4, vocab_size=VOCABULARY, n_positions=128, use_cache=False
     )
-    return Computing(GPT2LMHeadModel(config), _of_tokens)
-
-
-def _of_tokens(net: nn.Module, batch: list[Tensor]) -> Tensor:
-    found: Tensor = net(input_ids=batch[0], labels=batch[0]).loss
-    return found
+    return Computing(GPT2LMHeadModel(config), of_tokens)
 
 
 MODELS = {

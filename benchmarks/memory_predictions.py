@@ -247,10 +247,10 @@ def _gpt2() -> L.LightningModule:
     config = GPT2Config(
         n_layer=8, n_embd=256, n_head=4, vocab_size=256, n_positions=128, use_cache=False
     )
-    return Computing(GPT2LMHeadModel(config), _of_tokens)
+    return Computing(GPT2LMHeadModel(config), of_tokens)
 
 
-def _of_tokens(net: nn.Module, batch: list[Tensor]) -> Tensor:
+def of_tokens(net: nn.Module, batch: list[Tensor]) -> Tensor:
     found: Tensor = net(input_ids=batch[0], labels=batch[0]).loss
     return found
 

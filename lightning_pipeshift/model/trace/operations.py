@@ -320,7 +320,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         # computes the same.
         run, preserve, *rest = args
         return checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=preserve)
-    if cls is BackwardHookFunction and any(map(_is_placeholder, args)):
+    if cls is BackwardHookFunction and any(isinstance(x, Placeholder) for x in args):
         # Inside of a layer that is traced it is no fault: the layer then runs on made-up values.
         fault = LayerError if getattr(told, "inside", None) is None else RuntimeError
         raise fault(
@@ -337,10 +337,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
             return told.operation(applied, args, kwargs)
     finally:
         stack.pop()
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, Placeholder)
 
 
 class _AppliedFunction:

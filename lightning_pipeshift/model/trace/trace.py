@@ -110,8 +110,8 @@ class Trace:
             modules), and that user code writes to on one stage only: the layer of this stage, or
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
-        replaces: a layer that is called with other tensors in the place of its parameters.
         draws_on_host: whether anything draws from NumPy or ``random``.
+        replaces: a layer that is called with other tensors in the place of its parameters.
     """
 
     flow: Flow

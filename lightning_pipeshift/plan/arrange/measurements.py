@@ -241,10 +241,8 @@ class Measured:
         return Pipelines(self.profile, self.cluster, ranks, workloads, cuts)
 
     def _weights(self, plan: Plan, vm: int, layer: int) -> int:
-        found = self.profile.layers[layer]
         on_host = layer in plan.weights_on_host_of(vm)
-        waits = found.waiting_bytes if on_host else 0
-        return found.parameter_bytes + found.buffer_bytes - waits
+        return self.profile.layers[layer].weights_bytes(on_host)
 
     def _weights_and_state(self, plan: Plan, vm: int, layer: int) -> int:
         on_host = layer in plan.optimizer_on_host_of(vm)

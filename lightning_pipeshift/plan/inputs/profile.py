@@ -83,8 +83,15 @@ class LayerProfile:
     @property
     def static_bytes(self) -> int:
         """The bytes that its owner holds permanently."""
-        held = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return held + self.buffer_bytes
+        return self.weights_bytes() + self.gradient_bytes + self.optimizer_bytes
+
+    def weights_bytes(self, wait: bool = False) -> int:
+        """Its parameters and buffers.
+
+        Args:
+            wait: whether those that may wait in host memory are there.
+        """
+        return self.parameter_bytes + self.buffer_bytes - (self.waiting_bytes if wait else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,12 +303,7 @@ class Replanning:
             waiting: those whose weights wait there.
         """
         layers = self._layers
-        weights = (
-            layers[n].parameter_bytes
-            + layers[n].buffer_bytes
-            - (layers[n].waiting_bytes if n in waiting else 0)
-            for n in (*leaving, *copied)
-        )
+        weights = (layers[n].weights_bytes(n in waiting) for n in (*leaving, *copied))
         return sum(weights) + sum(layers[n].optimizer_bytes for n in leaving if n not in on_host)
 
     def static_bytes(

@@ -451,6 +451,25 @@ COPIERS: dict[str, Callable[[], Copies]] = {
 }
 
 
+def in_backward(act: Callable[[], object]) -> Callable[[Tensor], Tensor]:
+    """Returns a function that copies a tensor, and acts when the backward comes there: time enough
+    for other tensors to come, in the middle of a layer's backward.
+    """
+
+    class Acts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            act()
+            return gradient
+
+    apply: Callable[[Tensor], Tensor] = Acts.apply
+    return apply
+
+
 def layers_of(kinds: str = "PNPP") -> list[nn.Module]:
     torch.manual_seed(0)
     return [{"P": Part, "N": Noisy, "W": Wave}[kind]() for kind in kinds]
@@ -759,17 +778,7 @@ def test_while_one_layers_backward_runs_the_next_ones_tensors_come(
 
     monkeypatch.setattr(ActivationStore, "fetch", noted)
 
-    class Rests(torch.autograd.Function):
-        """A layer's backward, in which there is time."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            case.until_quiet(store)
-            return gradient
+    rests = in_backward(lambda: case.until_quiet(store))
 
     class Resting(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -777,7 +786,7 @@ def test_while_one_layers_backward_runs_the_next_ones_tensors_come(
             self.inner = inner
 
         def forward(self, x: Tensor) -> Tensor:
-            return Rests.apply(self.inner(x))
+            return rests(self.inner(x))
 
     stage = Stage([Resting(layer) for layer in case.layers], store, case.ledger)
     found = stage.step(case.row, case.batch)
@@ -792,18 +801,11 @@ def test_what_a_layers_backward_has_freed_is_its_own_until_it_ends() -> None:
     """
     found: list[int] = []
 
-    class Rests(torch.autograd.Function):
-        """Time enough for tensors to come, in the middle of a layer's backward."""
+    def notes() -> None:
+        case.until_quiet(store)
+        found.append(store.held_bytes)
 
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            case.until_quiet(store)
-            found.append(store.held_bytes)
-            return gradient
+    rests = in_backward(notes)
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -813,7 +815,7 @@ def test_what_a_layers_backward_has_freed_is_its_own_until_it_ends() -> None:
         def forward(self, x: Tensor) -> Tensor:
             middle = self.first(x)
             # Where only the observer looks, there is no store.
-            return self.second(Rests.apply(middle) if watches else middle)
+            return self.second(rests(middle) if watches else middle)
 
     watches = False
     case = Case([Twice() for _ in range(6)], parse_row("F0 F1 F2 B0 B1 B2"))
