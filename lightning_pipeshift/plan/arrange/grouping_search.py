@@ -250,9 +250,7 @@ class GroupingSearch:
         cost = self._placer.closed_form
         if self._request.solver == "milp":
             require_small(max(map(len, groups)), self._profile.num_layers)
-        if sum(layer.static_bytes for layer in self._profile.layers) > self._least_usable_bytes(
-            groups
-        ):
+        if self._profile.static_bytes > self._least_usable_bytes(groups):
             raise PlanError("the model alone is larger than a virtual machine")
         if self._is_large and not self._request.has_order:
             placed = self._sliced(self._by_rule(groups))

@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.policies import Policy
-from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.profile import Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.offload.problem import Problem
 
@@ -210,13 +210,14 @@ class Measured:
         batches, what a layer that runs takes for a moment, and the larger of what one layer saves
         and of its state in host memory.
         """
-        own = plan.placement.layers_of(vm, stage)
+        own, layers = plan.placement.layers_of(vm, stage), self.profile.layers
         waiting = [n for n in own if n in plan.weights_on_host_of(vm)]
         at_once = [workload.saved_bytes[n] for n in own]
         at_once += [workload.optimizer_bytes[n] for n in own if n in plan.optimizer_on_host_of(vm)]
         payloads = (0, *plan.stage_payload_bytes(vm), 0)
         return float(
             self._static(workload, plan, vm, stage, own)
+            + shared_bytes(layers, self.profile.shared, own, plan.optimizer_on_host_of(vm))
             + window_bytes([workload.waiting_bytes[n] for n in waiting])
             + max(at_once, default=0.0)
             + passing_bytes(*payloads[stage : stage + 2])

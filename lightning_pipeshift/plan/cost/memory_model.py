@@ -32,7 +32,7 @@ from lightning_pipeshift.plan.cost.workload import (
     window_bytes,
 )
 from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor, Swap
 
 LENDING_SECONDS: Final = 3e-4
@@ -221,6 +221,7 @@ class Footprints:
         )
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
+            + float(workload.shared_bytes[begin, end])
             + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             + batches[stage]
             + momentary[stage]
@@ -239,7 +240,7 @@ class Footprints:
 
     def _with_moved(self, cut: Cut, found: Footprint) -> Footprint:
         """The footprint with some layers' optimizer state or weights in host memory."""
-        workload, timeline = self._workload, found.timeline
+        profile, workload, timeline = self._profile, self._workload, found.timeline
         static, traces_, updates, end = list(found.static_bytes), list(found.traces), [], 0.0
         for stage, (begin, last) in enumerate(pairwise(cut.bounds)):
             state, weights = (
@@ -250,7 +251,10 @@ class Footprints:
                 )
             )
             sizes, window = state + weights, window_bytes([size for size in weights if size])
-            static[stage] += window - float(sizes.sum())
+            static[stage] += window - float(sizes.sum()) - workload.shared_bytes[begin, last]
+            static[stage] += shared_bytes(
+                profile.layers, profile.shared, range(begin, last), cut.optimizer_on_host
+            )
             on_host = traces_[stage].host_bytes + float(sizes.sum())
             traces_[stage] = replace(traces_[stage], host_bytes=on_host)
             # In an update the memory of weights in the forward and backward is free.

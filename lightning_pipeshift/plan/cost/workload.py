@@ -101,6 +101,9 @@ class Workload:
         momentary_bytes: (L,) held in addition while the layer runs.
         payload_bytes: (L + 1,) the values that cross the boundary before layer b; 0 at the ends of
             the model.
+        shared_bytes: (L + 1, L + 1) held permanently for shared weights by a stage with the layers
+            from b to e in addition to what each layer holds, at ``[b, e]``; negative if several
+            layers have the same ones.
         usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
@@ -127,6 +130,7 @@ class Workload:
     outside_bytes: Numbers
     momentary_bytes: Numbers
     payload_bytes: Numbers
+    shared_bytes: Numbers
     usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -321,10 +325,10 @@ class Workload:
     @cached_property
     def besides_bytes(self) -> Numbers:
         """(S, L + 1, L + 1): held by stage s in addition to what its layers from b to e hold, at
-        ``[s, b, e]``: for messages, its batches, and the layer that runs.
+        ``[s, b, e]``: for messages, its batches, shared weights, and the layer that runs.
         """
         held: Numbers = self.batches_bytes[:, None, None] + self.most_momentary_bytes
-        return self.message_bytes + held
+        return self.message_bytes + held + self.shared_bytes
 
     def fits(self, cut: Cut) -> bool:
         """Whether every stage has enough memory for it."""
@@ -570,6 +574,7 @@ def workload_of(
         outside_bytes=of_layers("outside_bytes", share),
         momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, share),
         payload_bytes=np.array([*payload[:-1], 0.0]),
+        shared_bytes=profile.shared_bytes,
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,

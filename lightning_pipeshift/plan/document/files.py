@@ -456,7 +456,7 @@ _PROFILE: Final = Document(
     optimizer_seconds_per_byte=_Seconds,
     num_accumulated=_FromOne,
     num_gradients=_FromOne,
-    shared=tuple[Annotated[SharedWeights, Entry(())], ...],
+    shared=tuple[Annotated[SharedWeights, Entry(("num_bytes", "is_trained", "everywhere"))], ...],
     batch_bytes=Annotated[Whole, check(lambda n: n >= 0, "at least 0")],
 )
 

@@ -8,8 +8,13 @@ microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -96,16 +101,76 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """A trained parameter that several layers use.
+    """Parameters and buffers that do not belong to exactly one layer.
 
     Args:
-        layers: the layers, in call order.
-        sent_bytes: the memory of the device for each of its gradients that is on its way to another
-            stage.
+        layers: those whose modules have them, in call order.
+        sent_bytes: the memory of the device for each of their gradients that is on its way to
+            another stage.
+        num_bytes: their values.
+        is_trained: whether they have gradients.
+        everywhere: whether every stage holds them, as code between layers uses them.
     """
 
     layers: tuple[int, ...]
     sent_bytes: int = 0
+    num_bytes: int = 0
+    is_trained: bool = True
+    everywhere: bool = False
+
+
+def shared_bytes(
+    layers: Sequence[LayerProfile],
+    shared: Iterable[SharedWeights],
+    own: Collection[int],
+    on_host: Collection[int] = (),
+) -> float:
+    """The bytes that a stage holds permanently for shared weights in addition to what all of its
+    layers hold, each counted by itself; negative if several of them have the same weights.
+
+    A stage has one copy of their values and of the optimizer's state, but a gradient for each
+    layer, and one for the code between layers. The state of each is assumed to be in proportion to
+    the gradients of its layers.
+
+    Args:
+        layers: all of the model.
+        shared: the shared weights.
+        own: the layers of the stage.
+        on_host: the layers whose optimizer state is in host memory.
+    """
+    moved = set(on_host).intersection(own)
+    return float(
+        _shared_bytes(
+            layers,
+            shared,
+            lambda users: len(set(own).intersection(users)),
+            lambda users: len(moved.intersection(users)),
+        )
+    )
+
+
+def _shared_bytes(
+    layers: Sequence[LayerProfile],
+    shared: Iterable[SharedWeights],
+    num_of: Callable[[tuple[int, ...]], Any],
+    num_on_host: Callable[[tuple[int, ...]], int] = lambda _: 0,
+) -> Any:
+    """For one stage or many: ``num_of`` returns how many of some layers a stage has, or an array
+    for many stages.
+    """
+    found: Any = 0.0
+    for each in shared:
+        users = [layers[n] for n in each.layers] or layers
+        trained = each.num_bytes if each.is_trained else 0
+        state = sum(layer.optimizer_bytes for layer in users) * (
+            trained / max(1, sum(layer.gradient_bytes for layer in users))
+        )
+        num, moved = num_of(each.layers), num_on_host(each.layers)
+        copies = np.minimum(num + each.everywhere, 1)
+        found = found + (copies - num) * each.num_bytes + each.everywhere * trained
+        # The layers that have it on the host have it all there.
+        found = found + (copies * (moved == 0) - (num - moved)) * state
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +222,7 @@ class Profile:
         num_accumulated: how many batches make an update, at least.
         num_gradients: how many copies of its gradients a stage holds: 2 if they are added up over
             batches, as a batch's own are computed apart.
-        shared: the parameters that several layers use.
+        shared: the weights that several layers use, or code between layers.
         overlaps_updates: whether each layer is updated when its own gradient is summed over virtual
             machines, while the next step begins.
         state_stays: why the optimizer's state cannot be in host memory between two steps, in words;
@@ -203,6 +268,27 @@ class Profile:
         inner = range(1, self.num_layers)
         possible = frozenset(b for b in inner if not self.layers[b - 1].joins_next)
         return None if len(possible) == len(inner) else possible
+
+    @property
+    def static_bytes(self) -> float:
+        """The bytes that a virtual machine holds permanently, at least."""
+        held = sum(layer.static_bytes for layer in self.layers)
+        return held + float(self.shared_bytes[0, -1])
+
+    @cached_property
+    def shared_bytes(self) -> NDArray[np.float64]:
+        """(L + 1, L + 1): as :func:`shared_bytes` for the layers from b to e, at ``[b, e]``;
+        undefined if e is less than b.
+        """
+        ends = np.arange(self.num_layers + 1)
+
+        def num_of(users: Sequence[int]) -> Any:
+            before = np.searchsorted(users, ends)
+            return before[None, :] - before[:, None]
+
+        found: NDArray[np.float64] = np.zeros((len(ends), len(ends)))
+        found += _shared_bytes(self.layers, self.shared, num_of)
+        return found
 
     def times_on(self, device: Device) -> KindProfile:
         """The seconds of the layers on a device, at its speed.

@@ -166,7 +166,9 @@ def _formulated(
     known = np.repeat(np.flatnonzero(np.isfinite(workload.usable_bytes)), num_layers)
     runs_one = np.tile(np.arange(num_layers), len(known) // num_layers)
     momentary = np.diag(workload.momentary_bytes[runs_one])
-    room = (workload.usable_bytes - workload.batches_bytes)[known]
+    # The most for any range, so layers that share weights may have room together and be refused.
+    shared_bytes = np.triu(workload.shared_bytes).max()
+    room = (workload.usable_bytes - workload.batches_bytes - shared_bytes)[known]
     each_stage, each_link = np.ones((num_stages, 1)), np.ones((num_stages - 1, 1))
     windows = [
         (stage, further)

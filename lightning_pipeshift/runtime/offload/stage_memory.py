@@ -5,7 +5,7 @@ stages that it keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -193,9 +193,8 @@ class StageMemory:
         self,
         plan: Plan,
         vm: int,
-        static_bytes: Mapping[int, float],
+        static_bytes: float,
         expected_bytes: Mapping[int, int],
-        moving: Collection[int] = (),
         twice_bytes: float = 0.0,
     ) -> None:
         """Applies a plan from now on. Every stage calls this, with the same plan.
@@ -203,10 +202,9 @@ class StageMemory:
         Args:
             plan: the plan.
             vm: this stage's virtual machine.
-            static_bytes: the memory that each layer takes permanently.
+            static_bytes: the memory that this stage's layers take permanently, and those that come
+                to it or leave it while minibatches are in flight.
             expected_bytes: the memory that each layer is expected to save for a microbatch.
-            moving: layers that take memory here in addition, as they come to this stage or leave it
-                while minibatches are in flight.
             twice_bytes: what layers that change their owners between two steps take in addition,
                 the part for weights that wait in host memory and come for a part of a step, and
                 what is left free for batches and for the layer that runs.
@@ -221,7 +219,7 @@ class StageMemory:
         if self.memory is not None:
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
             budget = self.memory.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
-            budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving}) + twice_bytes
+            budget -= static_bytes + twice_bytes
         host = self._on_host()
         spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.parameters.uses import ParameterUse
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import SharedWeights
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
@@ -29,19 +30,34 @@ from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
 
-def shared_weights(uses: Iterable[ParameterUse], device: torch.device) -> tuple[SharedWeights, ...]:
-    """The trained parameters that several layers share, for the planner.
+def shared_weights(
+    root: nn.Module, layers: Iterable[nn.Module], uses: Iterable[ParameterUse], device: torch.device
+) -> tuple[SharedWeights, ...]:
+    """The parameters and buffers that do not belong to exactly one layer, for the planner.
 
     Args:
-        uses: all parameters of the model.
+        root: the model.
+        layers: its layers.
+        uses: its parameters.
         device: that of the stages. Gradients on their way are in host memory.
     """
-    is_host = device.type == "cpu"
-    return tuple(
-        SharedWeights(tuple(sorted(use.layers)), is_host * use.parameter.nbytes)
-        for use in uses
-        if len(use.layers) > 1 and not use.everywhere and use.parameter.requires_grad
-    )
+    buffers = {id(buffer): buffer for buffer in root.buffers()}
+    for layer in layers:
+        for buffer in layer.buffers():
+            buffers.pop(id(buffer), None)
+    sizes: dict[tuple[tuple[int, ...], bool, bool], int] = {
+        ((), False, True): bytes_of(buffers.values())
+    }
+    for use in uses:
+        everywhere = use.everywhere or not use.layers
+        if everywhere or len(use.layers) > 1:
+            key = tuple(sorted(use.layers)), use.parameter.requires_grad, everywhere
+            sizes[key] = sizes.get(key, 0) + use.parameter.nbytes
+    found = []
+    for (users, is_trained, everywhere), size in sizes.items():
+        is_sent = is_trained and not everywhere and device.type == "cpu"
+        found.append(SharedWeights(users, is_sent * size, size, is_trained, everywhere))
+    return tuple(each for each in found if each.num_bytes)
 
 
 def require_same_sharers(

@@ -232,6 +232,7 @@ def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]
     return tuple(
         (shared.layers, frozenset(stage_of[layer] for layer in shared.layers))
         for shared in profile.shared
+        if shared.is_trained and not shared.everywhere
     )
 
 

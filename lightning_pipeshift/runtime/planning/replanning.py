@@ -27,7 +27,7 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights, shared_bytes
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
@@ -132,7 +132,7 @@ class Replanning:
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples, self._batch_bytes = 1.0, 0
         self.shared: tuple[SharedWeights, ...] = ()
-        """The trained parameters that several layers use, once they are known."""
+        """The weights that several layers use, or code between layers, once they are known."""
         self.waiting_bytes: Mapping[int, int] = {}
         """By layer, of the weights that may wait in host memory."""
         self.overlaps_updates = False
@@ -310,31 +310,32 @@ class Replanning:
         self,
         stage: int,
         num_stages: int,
+        own: Collection[int],
         on_host: Collection[int] = (),
         waiting: Collection[int] = (),
-    ) -> dict[int, float]:
-        """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``.
+    ) -> float:
+        """The bytes that layers take permanently on a stage: as in a ``Workload``.
 
         Args:
             stage: the stage.
             num_stages: of its virtual machine.
+            own: the layers.
             on_host: the layers whose optimizer state is in host memory.
             waiting: the layers whose weights wait there.
         """
         settings = self._settings
         pipeline = settings.schedule, num_stages, settings.num_accumulated
         num_more = weight_versions(*pipeline)[stage] - 1 + settings.accumulates
-        found = {
-            index: layer.static_bytes
-            - (layer.optimizer_bytes if index in on_host else 0)
-            - (layer.waiting_bytes if index in waiting else 0)
-            + num_more * float(layer.gradient_bytes)
-            for index, layer in enumerate(self._layers)
-        }
+        found = shared_bytes(self._layers, self.shared, own, on_host)
+        for index in own:
+            layer = self._layers[index]
+            found += layer.static_bytes + num_more * layer.gradient_bytes
+            found -= layer.optimizer_bytes if index in on_host else 0
+            found -= layer.waiting_bytes if index in waiting else 0
         sums, parts = gradients_sent(*pipeline)[stage]
         for shared in self.shared:
-            for place, layer in enumerate(shared.layers):
-                found[layer] += (parts if place else sums) * shared.sent_bytes
+            for place, user in enumerate(shared.layers):
+                found += (user in own) * (parts if place else sums) * shared.sent_bytes
         return found
 
     def room_bytes(self, plan: Plan, vm: int, stage: int, layers: Iterable[int]) -> int:

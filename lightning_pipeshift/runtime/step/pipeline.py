@@ -465,7 +465,8 @@ class Pipeline:
             optimizers: those of the run; ``None``: not known yet.
             trains: whether the run trains.
         """
-        self.planning.shared = shared_weights(seen.uses, self.channels.device)
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        self.planning.shared = shared_weights(self.root, layers, seen.uses, self.channels.device)
         # No GPU has run this yet: there, only a user's own plan moves weights.
         may_move = self.channels.device.type == "cpu"
         self.planning.waiting_bytes = {
@@ -663,19 +664,17 @@ class Pipeline:
         stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
         waiting = self.plan.weights_on_host_of(self.vm)
         own = self.plan.placement.layers_of(self.vm, stage)
+        runs = {*own, *self._layers_on_their_way}
         window_bytes = self.planning.window_bytes([layer for layer in own if layer in waiting])
         self._held_twice = self.changes.held_twice
         self.memory.follow(
             self.plan,
             self.vm,
-            self.planning.static_bytes(stage, self.channels.num_stages, on_host, waiting),
+            self.planning.static_bytes(stage, self.channels.num_stages, runs, on_host, waiting),
             self.planning.profiler.expected_bytes,
-            self._layers_on_their_way,
             self.planning.bytes_held_twice(*self._held_twice, on_host, waiting)
             + window_bytes
-            + self.planning.room_bytes(
-                self.plan, self.vm, stage, {*own, *self._layers_on_their_way}
-            ),
+            + self.planning.room_bytes(self.plan, self.vm, stage, runs),
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
