@@ -50,13 +50,19 @@ class LiveBytes(OperationMode):
     def note(self, values: Iterable[Any]) -> None:
         """Counts the memory of the tensors among some values."""
         for value in values:
-            is_real = isinstance(value, Tensor) and not isinstance(value, Placeholder)
-            if is_real and value.layout is torch.strided:
-                storage = value.untyped_storage()
-                # Fake tensors name a device, too, but their storage is on the meta device.
-                if storage.device.type == self._device.type:
-                    self._count(storage, storage.nbytes())
+            storage = self.storage_of(value)
+            if storage is not None:
+                self._count(storage, storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def storage_of(self, value: Any) -> torch.UntypedStorage | None:
+        """The memory of a tensor, if it is on the device; ``None`` for anything else."""
+        is_real = isinstance(value, Tensor) and not isinstance(value, Placeholder)
+        if not is_real or value.layout is not torch.strided:
+            return None
+        storage: torch.UntypedStorage = value.untyped_storage()
+        # Fake tensors name a device, too, but their storage is on the meta device.
+        return storage if storage.device.type == self._device.type else None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """The memory of these tensors does not count."""

@@ -6,7 +6,7 @@ This gives a first estimate, for the plan of the first steps. Training itself is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class Figures(NamedTuple):
         tensors: the saved tensors of its forward.
         input_bytes: the size of its inputs.
         working_bytes: the memory that it takes for a moment in addition, forward or backward.
+        code_bytes: likewise, the code around it.
     """
 
     forward_seconds: float
@@ -46,6 +47,7 @@ class Figures(NamedTuple):
     tensors: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     working_bytes: int = 0
+    code_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
         """The sum of two calls."""
@@ -69,8 +71,7 @@ class Stopwatch:
         device: where to run.
         streams: to keep the random state as it is.
         trains: whether to measure backwards too.
-        held: addresses of memory that is in use anyway, in addition to parameters and buffers: the
-            batch's.
+        held: tensors that are in use anyway, in addition to parameters and buffers: the batch.
     """
 
     def __init__(
@@ -78,13 +79,14 @@ class Stopwatch:
         device: torch.device,
         streams: RandomStreams,
         trains: bool = False,
-        held: Collection[int] = (),
+        held: Iterable[Any] = (),
     ) -> None:
         self.figures: dict[int, Figures] = {}
+        self.trains = trains
+        self.held = [leaf for leaf in held if isinstance(leaf, Tensor)]
         self._device = device
         self._streams = streams
-        self._trains = trains
-        self._held = frozenset(held)
+        self._addresses = frozenset(map(address_of, self.held))
         self._known: dict[Any, Figures | None] = {}
 
     def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,14 +104,36 @@ class Stopwatch:
             ),
         )
         if signature not in self._known:
-            figures = self._time(gate, leaves, rebuild, self._trains)
-            if figures is None and self._trains:
+            figures = self._time(gate, leaves, rebuild, self.trains)
+            if figures is None and self.trains:
                 figures = self._time(gate, leaves, rebuild, False)
             self._known[signature] = figures
         figures = self._known[signature]
         if figures is not None:
             before = self.figures.get(gate.index)
             self.figures[gate.index] = figures if before is None else before.plus(figures)
+
+    def begin(self) -> None:
+        """Called when the step is traced, which may be again."""
+        self.figures.clear()
+
+    def take_code(
+        self, saved: Mapping[int, Sequence[SavedTensor]], working_bytes: Mapping[int, int]
+    ) -> None:
+        """Adds what the code around layers takes to the figures of these layers.
+
+        Args:
+            saved: the tensors that it saves for the backward, by layer.
+            working_bytes: what it takes for a moment, by layer.
+        """
+        for layer in saved.keys() & self.figures.keys():
+            mine, tensors = self.figures[layer], tuple(saved[layer])
+            self.figures[layer] = mine._replace(
+                tensors=mine.tensors + tensors,
+                # They are kept when the layer is recomputed, like its inputs.
+                input_bytes=mine.input_bytes + sum(tensor.num_bytes for tensor in tensors),
+                code_bytes=working_bytes.get(layer, 0),
+            )
 
     def renumber(self, place_of: Sequence[int]) -> None:
         """Changes the indices of the layers.
@@ -205,7 +229,7 @@ class Stopwatch:
         """The addresses of synthetic inputs that replace memory in use anyway."""
         for leaf, number in zip(leaves, made_up, strict=True):
             is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
-            if is_real and address_of(leaf) in self._held:
+            if is_real and address_of(leaf) in self._addresses:
                 yield address_of(number)
 
     def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:

@@ -62,6 +62,25 @@ def are_alone() -> bool:
     return top is None or (bool(ours) and top[0] is ours[-1][0])
 
 
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Context without PipeShift's hooks, but with the user's, and with those that the user's are
+    inside of.
+    """
+    aside: list[Hooks] = []
+    for hooks in reversed(_OURS.hooks):
+        top = top_saved_hooks()
+        if top is None or top[0] is not hooks[0]:
+            break
+        pop_saved_hooks()
+        aside.append(hooks)
+    try:
+        yield
+    finally:
+        for hooks in reversed(aside):
+            push_saved_hooks(*hooks)
+
+
 class _StandingAside:
     """Replaces the function by which ``torch.func`` disables hooks, while PipeShift's are
     active.
@@ -94,20 +113,9 @@ class _StandingAside:
         """Context without PipeShift's hooks, in which no hooks may be set."""
         original = self._original
         assert original is not None
-        aside: list[Hooks] = []
-        for hooks in reversed(_OURS.hooks):
-            top = top_saved_hooks()
-            if top is None or top[0] is not hooks[0]:
-                # The user's hooks: torch raises the error that they do not work together.
-                break
-            pop_saved_hooks()
-            aside.append(hooks)
-        try:
-            with original(error_message):
-                yield
-        finally:
-            for hooks in reversed(aside):
-                push_saved_hooks(*hooks)
+        # With the user's hooks, torch raises the error that they do not work together.
+        with set_aside(), original(error_message):
+            yield
 
 
 _ASIDE = _StandingAside()

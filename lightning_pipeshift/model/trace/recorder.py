@@ -12,7 +12,8 @@ go to copies (see :mod:`.isolation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_o
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, SideOutput, SideOutputs
 from lightning_pipeshift.model.parameters.uses import slots_of, substituted
+from lightning_pipeshift.model.saved.hooks import set_aside
+from lightning_pipeshift.model.trace.code_estimate import CodeEstimate
 from lightning_pipeshift.model.trace.graph_links import described, linked, on_meta
 from lightning_pipeshift.model.trace.guesses import Guesses
 from lightning_pipeshift.model.trace.made_up import run_made_up, with_side_outputs
@@ -195,6 +198,12 @@ class _Recorder(PlaceholderListener):
         self._gates = gates
         self._device = device
         self._stopwatch = stopwatch
+        self._code: CodeEstimate | None = None
+        if stopwatch is not None:
+            stopwatch.begin()
+            if stopwatch.trains:
+                held = [*root.parameters(), *root.buffers(), *stopwatch.held]
+                self._code = CodeEstimate(device, held)
         self._guesses = guesses
         self._mode = Operations(self)
         self._isolation = Isolation(self)
@@ -227,7 +236,13 @@ class _Recorder(PlaceholderListener):
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
-        with watching(self), applied_functions_seen(), self._isolation, self._mode:
+        with (
+            self._watched_code(),
+            watching(self),
+            applied_functions_seen(),
+            self._isolation,
+            self._mode,
+        ):
             self._root.__dict__.update(log=self.log, log_dict=self.log_dict)
             if self._streams is not None:
                 self._streams.go_to(START)
@@ -237,6 +252,23 @@ class _Recorder(PlaceholderListener):
             self._keeps = True
             self._needed_by_tail(leaf)
         return result
+
+    @contextmanager
+    def _watched_code(self) -> Iterator[None]:
+        code = self._code
+        if code is None:
+            yield
+            return
+        try:
+            # Outside of the isolation, which is left where layers are timed.
+            with code, code.watched():
+                code.begin()
+                yield
+            if self.calls and self._stopwatch is not None:
+                code.end(self.calls[-1].layer, is_behind=True)
+                self._stopwatch.take_code(code.saved, code.working_bytes)
+        finally:
+            code.close()
 
     # --- operations between layers ---
 
@@ -514,8 +546,12 @@ class _Recorder(PlaceholderListener):
                 "cannot be used inside another one. Return both as one module from "
                 "`configure_layers()`, or move the shared part out of the layer."
             )
-        with self._mode.paused():
+        if self._code is not None:
+            self._code.end(gate.index)
+        with self._mode.paused(), set_aside():
             output, reports = self._visit(gate, args, kwargs)
+        if self._code is not None:
+            self._code.begin()
         if gate.reports is not None:
             gate.reports.give(reports, while_following=True)
         return output

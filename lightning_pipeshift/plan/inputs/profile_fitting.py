@@ -218,6 +218,9 @@ def _extras(
 
 
 def _with_bytes(layer: LayerProfile, index: int, figures: Sequence[RankFigures]) -> LayerProfile:
+    # What has been measured in training replaces what was estimated before.
+    figures = [mine for mine in figures if index in mine.times] or figures
+
     def most(name: str) -> int:
         found = [getattr(mine, name).get(index) for mine in figures]
         there = [size for size in found if size is not None]

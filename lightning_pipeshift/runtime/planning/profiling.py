@@ -204,17 +204,21 @@ class Profiler:
 
     @property
     def expected_bytes(self) -> dict[int, int]:
-        """The bytes that layers save for a microbatch."""
+        """The bytes that layers save for a microbatch, without the code around them."""
         found = {layer: guess.tensors for layer, guess in self._guesses.items()}
-        return {layer: sum(t.num_bytes for t in tensors) for layer, tensors in found.items()}
+        return {
+            layer: sum(t.num_bytes for t in tensors if not t.is_outside)
+            for layer, tensors in found.items()
+        }
 
     @property
     def working_bytes(self) -> dict[int, int]:
         """The bytes that layers take for a moment while they run, or the code around them."""
-        found = {layer: guess.working_bytes for layer, guess in self._guesses.items()}
-        for others in (self.observer.of_code, self._of_others):
-            for layer, num_bytes in others.items():
-                found[layer] = max(num_bytes, found.get(layer, 0))
+        found = {}
+        for layer in {*self._guesses, *self.observer.of_code, *self._of_others}:
+            guess = self._guesses.get(layer, Figures(0.0))
+            seen = [by[layer] for by in (self.observer.of_code, self._of_others) if layer in by]
+            found[layer] = max([guess.working_bytes, *(seen or [guess.code_bytes])])
         return found
 
     def take_working_bytes(self, of_others: Mapping[int, int]) -> None:

@@ -36,7 +36,6 @@ from lightning_pipeshift.model.parameters.uses import (
     parameter_uses,
 )
 from lightning_pipeshift.model.saved.saved_tensors import (
-    addresses_of,
     bytes_of,
 )
 from lightning_pipeshift.model.trace.signature import module_signature
@@ -426,7 +425,7 @@ class Pipeline:
         """
         stopwatch = None
         if self.planning.measures:
-            stopwatch = Stopwatch(self.channels.device, self.streams, trains, addresses_of(batch))
+            stopwatch = Stopwatch(self.channels.device, self.streams, trains, leaves_of(batch))
         trace = Trace.empty()
         if self._traces_steps:
             trace = self._trace_cache.first(
