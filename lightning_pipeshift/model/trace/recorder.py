@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_of
@@ -738,7 +739,9 @@ class _Recorder(PlaceholderListener):
         before = self._random_states()
         count = self._placeholder_draws
         result = function(*args, **kwargs)
-        drew = not all(map(torch.equal, before, self._random_states()))
+        # This is no operation of the user's.
+        with dispatch_modes_disabled():
+            drew = not all(map(torch.equal, before, self._random_states()))
         if drew or self._placeholder_draws > count:
             self._draws_in_interval.setdefault(len(self.calls), []).append(self._number)
         if drew or any(storage_of(x) in self._drawn for x in tensors_of((args, kwargs))):

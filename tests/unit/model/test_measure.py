@@ -124,7 +124,7 @@ def working_bytes(model, *batch, held=()):
 
 def test_what_a_layer_takes_for_a_moment():
     model = Model(in_a_row, a=nn.Linear(4, 4), b=Widens(), c=nn.Linear(4, 4, bias=False))
-    linear, widens, last = working_bytes(model, X, held=[X.data_ptr()])
+    linear, widens, last = working_bytes(model, X, held=[X])
     row = 3 * 4 * 4
     # Its input, which it does not save, the wide one, and the means.
     assert widens == row + 100 * row + 3 * 4
