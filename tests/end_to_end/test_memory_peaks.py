@@ -193,4 +193,6 @@ def test_the_first_plan_counts_code_around_layers_and_shared_weights(
     kind: type[L.LightningModule], num_ranks: int
 ) -> None:
     found = run_ranks(around_layers, num_ranks, num_ranks, kind, 100)
-    assert [peak for *_, peak in found] == pytest.approx(found[0][1], rel=0.02)
+    for (*_, peak), predicted in zip(found, found[0][1], strict=True):
+        # With what is reserved for messages under way.
+        assert peak / 1.02 <= predicted <= 1.12 * peak

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.torch_private import storage_use_count
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.model.user_state.random_streams import START, Position
 
@@ -63,6 +64,23 @@ class _Open(torch.autograd.Function):
         return None, None
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nothing else refers to a tensor's memory, so that it may be written to.
+
+    Args:
+        tensor: one to which only the caller refers.
+    """
+    if tensor.requires_grad or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    storage = tensor.untyped_storage()
+    return not tensor.is_inference() and storage_use_count(storage) <= 2
+
+
+def added(total: Tensor, part: Tensor) -> Tensor:
+    """The sum of two gradients; in the memory of the first one, if it is alone there."""
+    return total.add_(part) if is_alone(total) else total + part
+
+
 class _SegmentBox(GradientBox):
     __slots__ = ("key", "sums")
 
@@ -72,10 +90,12 @@ class _SegmentBox(GradientBox):
         self.key = key
 
     def take(self, gradient: Tensor) -> None:
-        if self.key in self.sums:
-            self.sums[self.key] = self.sums[self.key] + gradient
+        before = self.sums.get(self.key)
+        if before is not None:
+            self.sums[self.key] = added(before, gradient)
         else:
-            self.sums[self.key] = gradient
+            # A tensor of its own: once the graph is gone, nothing else refers to its memory.
+            self.sums[self.key] = gradient if gradient.requires_grad else gradient.detach()
 
 
 class SharedParameters:
@@ -199,12 +219,13 @@ class SharedParameters:
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
         """``start`` plus the gradients of this stage's segments, from the last segment to the
-        first, as a backward makes them; ``None`` if there are no such gradients.
+        first, as a backward makes them; ``None`` if there are no such gradients. Afterwards they
+        are no longer here.
         """
         segments = sorted((s for name, s in self.sums if name == use.name), reverse=True)
         for segment in segments:
-            part = self.sums[use.name, segment]
-            start = part if start is None else start + part
+            part = self.sums.pop((use.name, segment))
+            start = part if start is None else added(start, part)
         return start
 
     def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
@@ -212,7 +233,7 @@ class SharedParameters:
         total, own = self.total(use, start), use.parameter.grad
         if own is None or total is None:
             return own if total is None else total
-        return total + own
+        return added(total, own)
 
     def add_own(self, uses: Iterable[ParameterUse]) -> None:
         """For parameters that turned out to be shared during the step: adds the gradients of all

@@ -52,8 +52,9 @@ class Footprint:
         traces: of the saved tensors.
         static_bytes: memory held permanently, and memory reserved for messages, batches, and what
             runs.
-        update_bytes: memory that optimizer state and weights from the host need in addition while
-            the optimizer steps, and no saved tensor is held.
+        update_bytes: memory that the optimizer's step needs in addition, while no saved tensor is
+            held and no layer runs: for its temporary results, and for optimizer state and weights
+            from the host.
         update_seconds: by which moving them then delays a step, on average.
         batches_bytes: the part of ``static_bytes`` for batches.
         momentary_bytes: the part of it for what a layer takes for a moment.
@@ -216,8 +217,12 @@ class Footprints:
                 self._effects[key] = effects(stage, moments, loads, self._links)
             found.append(self._effects[key])
         batches = tuple(workload.batches_bytes.tolist())
+        updates = [self._update_bytes(range(*ends)) for ends in pairwise(cut.bounds)]
+        # In an asynchronous pipeline minibatches are in flight during an update.
+        in_flight = workload.objective.is_pace
         momentary = tuple(
-            float(workload.most_momentary_bytes[ends]) for ends in pairwise(cut.bounds)
+            float(max(workload.most_momentary_bytes[ends], update if in_flight else 0.0))
+            for ends, update in zip(pairwise(cut.bounds), updates, strict=True)
         )
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
@@ -231,12 +236,15 @@ class Footprints:
             timeline,
             tuple(traces(found, self._traces)),
             tuple(static),
-            (0.0,) * len(static),
+            tuple(max(0.0, u - free) for u, free in zip(updates, momentary, strict=True)),
             batches_bytes=batches,
             momentary_bytes=momentary,
         )
         is_moved = cut.optimizer_on_host or cut.weights_on_host
         return self._with_moved(cut, whole) if is_moved else whole
+
+    def _update_bytes(self, layers: range) -> int:
+        return self._profile.update_bytes(layers, self._profile.overlaps_updates)
 
     def _with_moved(self, cut: Cut, found: Footprint) -> Footprint:
         """The footprint with some layers' optimizer state or weights in host memory."""
@@ -258,7 +266,10 @@ class Footprints:
             on_host = traces_[stage].host_bytes + float(sizes.sum())
             traces_[stage] = replace(traces_[stage], host_bytes=on_host)
             # In an update the memory of weights in the forward and backward is free.
-            updates.append(max(0.0, float(sizes.max(initial=0.0)) - window))
+            comes = float(sizes.max(initial=0.0)) - window
+            taken = profile.update_bytes(range(begin, last), by_layer=True)
+            free = found.momentary_bytes[stage]
+            updates.append(max(0.0, max(0.0, comes) + taken - free))
             ended = timeline.computed[stage][-1][2] if timeline.computed[stage] else 0.0
             end = max(end, ended + self._exposed_seconds(stage, sizes))
         late = max(0.0, end - timeline.end_seconds) / self._num_accumulated

@@ -429,6 +429,7 @@ _WHERE_THERE: Final = (
     "waiting_bytes",
     "working_bytes",
     "buffer_bytes",
+    "update_bytes",
 )
 """The fields of a layer that are written where there is something to write."""
 _Tensor = Annotated[SavedTensor, Entry(("spares",))]
@@ -445,6 +446,7 @@ _PROFILE: Final = Document(
         "overlaps_updates",
         "state_stays",
         "batch_bytes",
+        "updates_at_once",
     ),
     layers=tuple[_Layer, ...],
     kinds=dict[str, Annotated[KindProfile, Entry(())]],
@@ -483,6 +485,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "overlaps_updates": profile.overlaps_updates,
         "state_stays": profile.state_stays,
         "batch_bytes": profile.batch_bytes,
+        "updates_at_once": profile.updates_at_once,
         "layers": [_written(layer) for layer in profile.layers],
         "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }

@@ -43,6 +43,7 @@ class LayerProfile:
         working_bytes: what it takes for a moment while it runs, forward or backward, beyond what it
             saves: temporary results, its input and output, and gradients on their way.
         buffer_bytes: its buffers (running statistics, masks).
+        update_bytes: the optimizer's temporary results, while it updates these parameters.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LayerProfile:
     waiting_bytes: int = 0
     working_bytes: int = 0
     buffer_bytes: int = 0
+    update_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -228,6 +230,7 @@ class Profile:
         state_stays: why the optimizer's state cannot be in host memory between two steps, in words;
             empty if it can.
         batch_bytes: a microbatch's part of the batch, which is on each stage's device.
+        updates_at_once: whether the optimizer's temporary results for all layers live at once.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -242,6 +245,7 @@ class Profile:
     overlaps_updates: bool = False
     state_stays: str = ""
     batch_bytes: int = 0
+    updates_at_once: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -289,6 +293,16 @@ class Profile:
         found: NDArray[np.float64] = np.zeros((len(ends), len(ends)))
         found += _shared_bytes(self.layers, self.shared, num_of)
         return found
+
+    def update_bytes(self, layers: Sequence[int], by_layer: bool = False) -> int:
+        """The memory that an update of some layers takes for a moment.
+
+        Args:
+            layers: the layers.
+            by_layer: whether they are updated one after the other.
+        """
+        sizes = [0, *(self.layers[layer].update_bytes for layer in layers)]
+        return sum(sizes) if self.updates_at_once and not by_layer else max(sizes)
 
     def times_on(self, device: Device) -> KindProfile:
         """The seconds of the layers on a device, at its speed.

@@ -34,7 +34,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums, is_alone
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
@@ -737,7 +737,10 @@ class Holdings:
             total = self.shared.total_with_own(use, start)
             if place:
                 self._send_optional(use.name, total, holders[place - 1], waits)
-            use.parameter.grad = None if place or total is None else total.clone()
+            if place or total is None:
+                use.parameter.grad = None
+            else:
+                use.parameter.grad = total if is_alone(total) else total.clone()
         self.shared.sums.clear()
 
     def _sharers(self, parameter: Tensor) -> list[int]:

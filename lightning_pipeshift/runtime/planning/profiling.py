@@ -27,6 +27,7 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
+from lightning_pipeshift.runtime.planning.update_memory import UpdateMemory
 
 T = TypeVar("T")
 
@@ -274,6 +275,7 @@ def layers_of(
     gates: Sequence[Gate],
     trace: Trace,
     optimizers: Iterable[Optimizer] | None,
+    updates: UpdateMemory,
     waiting_bytes: Mapping[int, int] | None = None,
 ) -> tuple[LayerProfile, ...]:
     """The layers' properties that need no measurement.
@@ -283,13 +285,15 @@ def layers_of(
         trace: of one microbatch.
         optimizers: the size of their future state is estimated from their kind; ``None``: not known
             yet.
+        updates: what these take for a moment.
         waiting_bytes: by layer, of the weights that may wait in host memory.
     """
     copies = _USUAL_COPIES if optimizers is None else max(map(_copies, optimizers), default=0)
     possible = possible_cuts(trace.flow, len(gates))
     found = []
     for index, gate in enumerate(gates):
-        trained = bytes_of(p for p in gate.layer.parameters() if p.requires_grad)
+        sizes = [bytes_of([p]) for p in gate.layer.parameters() if p.requires_grad]
+        trained = sum(sizes)
         found.append(
             LayerProfile(
                 gate.name,
@@ -297,6 +301,7 @@ def layers_of(
                 gradient_bytes=trained,
                 optimizer_bytes=copies * trained,
                 buffer_bytes=bytes_of(gate.layer.buffers()),
+                update_bytes=updates.num_bytes(sizes),
                 waiting_bytes=(waiting_bytes or {}).get(index, 0),
                 payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
                 payload_gradient_bytes=sum(

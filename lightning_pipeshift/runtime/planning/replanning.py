@@ -27,7 +27,11 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights, shared_bytes
+from lightning_pipeshift.plan.inputs.profile import (
+    LayerProfile,
+    SharedWeights,
+    shared_bytes,
+)
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
@@ -46,6 +50,7 @@ from lightning_pipeshift.runtime.planning.move_decision import (
 from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
+from lightning_pipeshift.runtime.planning.update_memory import update_memory
 
 _EXTREMES: Final = (0.1, 0.9)
 """The quantiles between which nearly all measurements of a quantity lie."""
@@ -131,6 +136,7 @@ class Replanning:
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples, self._batch_bytes = 1.0, 0
+        self._updates_at_once = False
         self.shared: tuple[SharedWeights, ...] = ()
         """The weights that several layers use, or code between layers, once they are known."""
         self.waiting_bytes: Mapping[int, int] = {}
@@ -196,7 +202,9 @@ class Replanning:
             self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
-        self._layers = layers_of(gates, trace, optimizers, self.waiting_bytes)
+        updates = update_memory(optimizers or (), self._device)
+        self._updates_at_once = updates.at_once
+        self._layers = layers_of(gates, trace, optimizers, updates, self.waiting_bytes)
         self._samples, self._batch_bytes = samples, batch_bytes
         self.profiler.held_bytes = held_bytes
         if memory is not None:
@@ -277,6 +285,7 @@ class Replanning:
             overlaps_updates=self.overlaps_updates,
             state_stays=self.state_stays,
             batch_bytes=self._batch_bytes,
+            updates_at_once=self._updates_at_once,
         )
         waited = tuple(each.waited_seconds for each in figures)
         return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())

@@ -262,13 +262,14 @@ def test_the_segments_gradients_sum_up_to_the_whole():
         loss.backward()
     assert net.a.weight.grad is None
     assert net.a.bias.grad is not None
-    ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
     assert set(shared.sums) == {
         ("a.weight", (1,)),
         ("a.weight", (3,)),
         ("scale", (0,)),
         ("scale", (2,)),
     }
+    ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
+    assert not shared.sums
 
     net.zero_grad()
     nothing = SharedParameters([])
@@ -282,14 +283,54 @@ def test_the_sum_starts_with_what_earlier_stages_had():
     shared = shared_of(net)
     run_segments(net, shared, torch.rand(2, 3)).backward()
     use = next(use for use in shared.uses if use.name == "scale")
+    sums = {key: gradient.clone() for key, gradient in shared.sums.items()}
     alone: Any = shared.total(use, None)
     assert alone is not None
+    alone = alone.clone()
+    shared.sums.update(sums)
     later: Any = shared.total(use, torch.ones(3))
     assert torch.allclose(later, alone + 1)
     shared.sums.clear()
     assert shared.total(use, None) is None
     later = shared.total(use, torch.ones(3))
     assert torch.equal(later, torch.ones(3))
+
+
+def test_gradients_of_microbatches_add_up_in_place_unless_others_have_them():
+    net: Any = Net()
+    shared = shared_of(net)
+    key, kept, memory = ("a.weight", (3,)), [], []
+    for number in range(4):
+        loss = run_segments(net, shared, torch.rand(2, 3))
+        if number == 2:
+            # The sum so far: a user may look at it.
+            kept.append(shared.sums[key].view(-1))
+            before = kept[0].clone()
+        loss.backward()
+        del loss
+        memory.append(shared.sums[key].data_ptr())
+    assert memory[0] == memory[1]
+    assert memory[1] != memory[2]
+    assert memory[2] == memory[3]
+    assert torch.equal(kept[0], before)
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_written_to():
+    net: Any = Net()
+    shared = shared_of(net)
+    kept: list[torch.Tensor] = []
+    for _ in range(3):
+        shared.enter_segment((0,))
+        x = torch.rand(2, 3) * used_with_hook(shared, net.scale, kept)
+        x.sum().backward()
+    assert torch.allclose(shared.sums["scale", (0,)], torch.stack(kept).sum(0))
+    assert len({tuple(gradient.tolist()) for gradient in kept}) == 3
+
+
+def used_with_hook(shared, parameter, kept):
+    alias = shared.alias(parameter)
+    alias.register_hook(kept.append)
+    return alias
 
 
 def test_segments_that_are_not_used_have_no_gradient():
