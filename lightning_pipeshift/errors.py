@@ -6,6 +6,9 @@ the remedy.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 _MOST_NAMES = 8
 
@@ -15,6 +18,17 @@ def some_of(names: Sequence[str]) -> str:
     left = len(names) - _MOST_NAMES
     more = f" and {left} more" if left > 0 else ""
     return (", ".join(names[:_MOST_NAMES]) + more) or "nothing"
+
+
+def without_stack(error: E) -> E:
+    """An error that is kept for later, without its tracebacks: they keep the variables of all
+    callers alive, a batch for instance, and those may refer to the error in turn.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return error
 
 
 class PipeShiftError(RuntimeError):

@@ -142,6 +142,8 @@ def record(
             first = first or error
             if not guesses.revise():
                 raise first from None
+    # Its traceback refers to this function, and to the batch.
+    del first
     # Find the conditions whose other answer makes the step fail.
     unsure = guesses.unsure()
     for place in unsure:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
+from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES, candidate_counts
 from lightning_pipeshift.plan.arrange.num_microbatches import fewest
 from lightning_pipeshift.plan.arrange.options import Options
@@ -91,7 +91,7 @@ def choose_numbers(
             best = best_arrangement(profile, cluster, each)
             found[len(best.ranks)] = best
         except (PlanError, BudgetError) as error:
-            errors.append(error)
+            errors.append(without_stack(error))
     if not found and saved is not None:
         raise ConfigurationError(
             f"The checkpoint is of a run with {_machines(saved.virtual_machines)} and"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import compute_power
@@ -225,10 +226,11 @@ class Evaluator:
             try:
                 self._cuts[key] = self._made(workload, counts, per_byte, careful)
             except PlanError as error:
-                self._cuts[key] = error
+                self._cuts[key] = without_stack(error)
         cut = self._cuts[key]
         if isinstance(cut, PlanError):
-            raise cut
+            # Raising it gives it a traceback.
+            raise copy(cut)
         return cut
 
     def _hindrance(self, placed: Candidate) -> tuple[tuple[float, ...], ...]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.batch_shares import balanced_shares
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
@@ -140,7 +140,7 @@ class GroupingSearch:
                 seen.append(self._first_look(groups))
                 self._note(seen[-1])
             except PlanError as error:
-                errors[groups] = error
+                errors[groups] = without_stack(error)
                 depth = max(map(len, groups))
                 self._tried.setdefault(depth, Tried(depth, 0.0, "does not fit in memory"))
         if not seen:
@@ -196,7 +196,7 @@ class GroupingSearch:
                 try:
                     require_equal_depths(request.schedule, map(len, groups))
                 except PlanError as error:
-                    refused = error
+                    refused = without_stack(error)
                     continue
                 is_possible = True
                 yield self._numbered(groups)
@@ -410,7 +410,7 @@ class GroupingSearch:
                     self._placer.cuts(placed)
                     return placed
                 except PlanError as found:
-                    error = found
+                    error = without_stack(found)
                 if (other := self._in_fitting_order(placed)) is not None:
                     return other
         raise error

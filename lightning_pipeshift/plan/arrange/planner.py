@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
@@ -141,7 +141,7 @@ class _Planner:
                 try:
                     found.append(self._mapped(placer, start))
                 except BudgetError as error:
-                    errors.append(error)
+                    errors.append(without_stack(error))
             if found:
                 return max(found, key=lambda one: one.samples_per_second)
         # Without a policy, that of the model as it is; with one, a budget that would do helps more
@@ -204,7 +204,7 @@ class _Planner:
             try:
                 start = GroupingSearch(placer).best()
             except PlanError as error:
-                errors.append(error)
+                errors.append(without_stack(error))
                 continue
             cuts = tuple(cut.counts for cut in start.cuts)
             key = start.ranks, cuts, start.microbatches, start.batch_shares
@@ -257,7 +257,7 @@ class _Planner:
                     self._problem(placed, vm, option.order), [option.counts], self._near(option)
                 )
             except BudgetError as error:
-                errors.append(error)
+                errors.append(without_stack(error))
                 continue
             allowed = cuts_to_try(self._profile, len(given))
             is_worth_it = allowed.issuperset(made.cut.bounds[1:-1])

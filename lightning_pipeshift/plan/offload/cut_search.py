@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.offload.assignment_search import (
     CLOSE,
@@ -119,7 +119,7 @@ def fastest(problem: Problem, cuts: Sequence[Counts], allowed: Collection[int] =
         try:
             moved = _with_caution(replace(problem, **moving), cuts, frozenset(allowed))
         except BudgetError as nothing_fits:
-            error = nothing_fits
+            error = without_stack(nothing_fits)
             continue
         for name in reversed(moving):
             moved = _with_less_moved(problem, moved, name)

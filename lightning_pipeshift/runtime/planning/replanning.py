@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.trace import Trace
@@ -255,7 +255,7 @@ class Replanning:
             try:
                 plans.append(make_plan(settings, profile, cluster, order, idle=idle))
             except (PlanError, BudgetError) as error:
-                errors.append(error)
+                errors.append(without_stack(error))
         if not plans:
             raise errors[0]
         first, best = plans[0], plans[-1]

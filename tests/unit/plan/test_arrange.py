@@ -1,8 +1,10 @@
 """Which device is which stage, where saved tensors may move."""
 
+import gc
 import itertools
 import math
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -169,6 +171,30 @@ def test_optimizer_state_on_the_host_makes_room_for_the_weights():
     assert keeps(found, cluster)
     with pytest.raises(PlanError, match="No plan fits in memory"):
         arrange(replace(trained, state_stays="it is fused"), cluster, ONE)
+
+
+def test_what_did_not_fit_on_the_way_keeps_nothing_of_the_caller():
+    """Errors that are kept for later would keep the batch of the step in which a plan is made."""
+
+    class Batch:
+        pass
+
+    cluster = Cluster(
+        devices("a:X b:X", memory_bytes=30 * MB, host_bandwidth=1e10, host_bytes=1000 * MB),
+        outside=Link(0.0, 1e10),
+    )
+    layers = tuple(replace(layer, optimizer_bytes=8 * MB) for layer in model(saved=MB).layers)
+
+    def step():
+        batch = Batch()
+        arrange(replace(model(saved=MB), layers=layers), cluster, ONE)
+        return weakref.ref(batch)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_plan_keeps_what_was_found(tmp_path):
