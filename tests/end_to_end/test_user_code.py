@@ -454,6 +454,159 @@ def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> Non
         assert "automatic_optimization = False" not in outcome.message
 
 
+class OptimizesBySgd(SequentialMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ClipsBehindTheClosure(OptimizesBySgd):
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+        closure()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+class ClipsInsideTheClosure(OptimizesBySgd):
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+
+        def then_clipped() -> Any:
+            loss = closure()
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            return loss
+
+        optimizer.step(closure=then_clipped)
+
+
+class ShrinksInAStepHook(OptimizesBySgd):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.shrink)
+        return optimizer
+
+    def shrink(self, *_: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1 - 0.01 * norm)
+
+
+class ClipsByTheTrainer(OptimizesBySgd):
+    """As the errors advise."""
+
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+        closure()
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Takes the gradients a second time, at weights moved along the first ones."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        learning = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [p.grad.clone() for p in learning]
+        norm = torch.stack([move.norm() for move in moves]).norm()
+        with torch.no_grad():
+            for parameter, move in zip(learning, moves, strict=True):
+                parameter.add_(move / norm, alpha=0.05)
+        closure()
+        with torch.no_grad():
+            for parameter, move in zip(learning, moves, strict=True):
+                parameter.sub_(move / norm, alpha=0.05)
+        self.base.step()
+        return loss
+
+
+class ClipsItself(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+        return loss
+
+
+class OneStepSize(torch.optim.SGD):
+    """Reads numbers of all parameters, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss, (group,) = closure(), self.param_groups
+        sizes = [p.grad.abs().sum().item() for p in group["params"] if p.grad is not None]
+        group["lr"] += 1e-3 * sum(sizes)
+        super().step()
+        return loss
+
+
+class TrustRatios(torch.optim.SGD):
+    """Reads numbers of each parameter, as LAMB and LARS do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss, (group,) = closure(), self.param_groups
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                size = parameter.grad.norm()
+                ratio = 1.0 if size == 0 else (parameter.detach().norm() / size).item()
+                parameter.grad.mul_(ratio)
+        super().step()
+        return loss
+
+
+class OptimizedBy(SequentialMLP):
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def optimizing(how: Any, make: Callable[..., Any]) -> Any:
+    return fit(how, make, points(4), max_epochs=1)[0]
+
+
+@pytest.mark.parametrize("make", [ClipsBehindTheClosure, ClipsInsideTheClosure, ShrinksInAStepHook])
+def test_code_around_the_optimizers_step_does_not_miss_gradients_of_other_stages(
+    make: Callable[..., Any],
+) -> None:
+    for outcome in on_ranks(2, optimizing, make, expect_failure=True):
+        assert "Norms of gradients over all stages" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SharpnessAware,
+        functools.partial(ClipsItself, lr=0.1),
+        functools.partial(OneStepSize, lr=0.1),
+    ],
+)
+def test_an_optimizer_that_looks_at_all_gradients_at_once_is_refused(
+    make: Callable[..., Any],
+) -> None:
+    made = functools.partial(OptimizedBy, make)
+    for outcome in on_ranks(2, optimizing, made, expect_failure=True):
+        assert "each stage has the gradients of its own layers only" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ClipsByTheTrainer,
+        functools.partial(OptimizedBy, functools.partial(TrustRatios, lr=0.01)),
+    ],
+)
+def test_what_is_done_in_a_step_of_the_optimizer(make: Callable[..., Any]) -> None:
+    compare(optimizing, make)
+
+
 # --------------------------------------------------------------------------------------------------
 # Searches
 # --------------------------------------------------------------------------------------------------
