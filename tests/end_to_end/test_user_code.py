@@ -39,6 +39,7 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     built,
     compare,
+    differences,
     fit,
     on_one_device,
     on_rank,
@@ -105,6 +106,43 @@ def taking_part(how: Any, chosen: Sequence[int], accumulate: int) -> Any:
     notes = said(caught, "`training_step` returned `None`") if trainer.is_global_zero else None
     empty = [not outputs for outputs in module.outputs]
     return record, empty, notes
+
+
+class SkipsBatches(SequentialMLP):
+    """Returns None before its layers, for some batches by their number, for others by a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (0, 3) or bool((batch[0] > 2.9).any()):
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsLosses(SequentialMLP):
+    """Returns None if the loss is not what it should be; the first answer that is guessed of the
+    condition is that it is not.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss) or not loss < 1.7:
+            return None
+        return loss
+
+
+def skipping(how: Any, make: Callable[[], Any]) -> Any:
+    return fit(how, make, points(6), max_epochs=2)[0]
+
+
+@pytest.mark.parametrize("make", [SkipsBatches, SkipsLosses])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_steps_return_none_before_their_layers_or_by_a_value(
+    make: Callable[[], Any], microbatches: int, stages: int
+) -> None:
+    strategy = {"microbatches": microbatches}
+    (expected,) = on_ranks(1, skipping, make, strategy=strategy)
+    for found in on_ranks(stages, skipping, make, strategy=strategy):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.feature("Training", "a `training_step` that returns None")
