@@ -173,6 +173,8 @@ class TrainingSteps:
     def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():
             report = self._pipeline.training_step(given)
+        # The code that has asked for it may have run on the last stage only.
+        self._trainer.should_stop |= report.stops
         self._log_again(report)
         return self._result_of(report)
 
@@ -193,6 +195,7 @@ class TrainingSteps:
                 goes_on=self._accumulates,
             ),
             keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
+            stops=lambda: bool(trainer.should_stop),
             leaves_late=self._leaves_late and not self._accumulates,
         )
 

@@ -646,6 +646,51 @@ def test_what_is_done_in_a_step_of_the_optimizer(make: Callable[..., Any]) -> No
 
 
 # --------------------------------------------------------------------------------------------------
+# What the code behind the layers does to the Trainer, and what hooks log
+# --------------------------------------------------------------------------------------------------
+
+
+class StopsInAStep(SequentialMLP):
+    def __init__(self, at: int, below: float) -> None:
+        super().__init__()
+        self.at, self.below = at, below
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == self.at or loss.item() < self.below:
+            self.trainer.should_stop = True
+        return loss
+
+
+def stopping_in_a_step(how: Any, at: int, below: float) -> Any:
+    record, trainer, _ = fit(
+        how, functools.partial(StopsInAStep, at, below), points(4), max_epochs=4
+    )
+    return record, trainer.global_step
+
+
+@pytest.mark.parametrize(("at", "below"), [(5, 0.0), (99, 1.2)])
+def test_a_step_may_stop_the_trainer(at: int, below: float) -> None:
+    (expected,) = on_ranks(1, stopping_in_a_step, at, below)
+    for found in on_ranks(2, stopping_in_a_step, at, below):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
+    assert 4 < expected[1] < 16
+
+
+class LogsANorm(SequentialMLP):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        *_, weight, _ = self.parameters()
+        assert weight.grad is not None
+        self.log("norm", weight.grad.norm())
+
+
+def test_a_hook_that_logs_a_value_of_another_stage_ends_with_advice() -> None:
+    outcomes = on_ranks(2, optimizing, LogsANorm, expect_failure=True)
+    assert all("`self.log('norm', ...)` reads" in outcome.message for outcome in outcomes)
+    assert all("lightning_pipeshift.grad_norm" in outcome.message for outcome in outcomes)
+
+
+# --------------------------------------------------------------------------------------------------
 # Searches
 # --------------------------------------------------------------------------------------------------
 
