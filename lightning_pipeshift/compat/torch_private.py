@@ -235,6 +235,14 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def num_hooks(module: nn.Module) -> int:
+    """How many hooks a module has on what it returns and on its backward. Those before its forward
+    are not counted: PipeShift registers some itself, on the layers of a stage.
+    """
+    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return sum(map(len, hooks))
+
+
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, or has returned it."""
     # The module that `torch.compile(module)` returns has the original in this attribute. Asking for

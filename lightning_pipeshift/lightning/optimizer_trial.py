@@ -10,7 +10,7 @@ the same.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -26,8 +26,8 @@ _NUM_STEPS: Final = 3
 _MOST_IN_A_GROUP: Final = 4
 # Far enough from 1 for whatever depends on the size of all gradients.
 _FACTOR: Final = 1000.0
-# Attributes that belong to one optimizer: its state, and what schedulers and users have added.
-_OWN: Final = ("state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Attributes that belong to one optimizer: its state, and what schedulers put in place of its step.
+_OWN: Final = ("state", "step")
 
 
 def check_updates(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -120,14 +120,17 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     copied: Optimizer = object.__new__(type(optimizer))
     memo[id(optimizer)] = copied
     state = memo.setdefault(id(optimizer.state), defaultdict(dict))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+    # The hooks of a step are the user's, and belong to the model.
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OWN and not name.endswith("_hooks")
+    }
     if any(isinstance(value, nn.Module) for value in attributes.values()):
         raise ValueError("the optimizer refers to a model")
     for inner in attributes.values():
         if isinstance(inner, Optimizer) and id(inner) not in memo:
             _copy(inner, memo)
-    vars(copied).update(copy.deepcopy(attributes, memo))
-    copied.state = state
-    copied._optimizer_step_pre_hooks = OrderedDict()
-    copied._optimizer_step_post_hooks = OrderedDict()
+    # It makes what a new optimizer has, and no hooks.
+    copied.__setstate__({**copy.deepcopy(attributes, memo), "state": state})
     return copied

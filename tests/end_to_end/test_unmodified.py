@@ -759,6 +759,14 @@ class HasHookOnContainer(Habit):
         return result
 
 
+class RegistersAHookLate(Habit):
+    """While training runs: what was followed before is not what runs now."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.third.register_full_backward_hook(lambda _, made, given: times(0.5, made))
+
+
 class PassesAPackedSequence(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -789,7 +797,7 @@ class ReplacesParameters(Habit):
 def error_of(make: Callable[[], Any]) -> str:
     # A stage that fails first is named by the others, with its error.
     with pytest.raises((LayerError, StageFailedError)) as caught:
-        fit(make(), points(1), Pipelined("uniform"))
+        fit(make(), points(2), Pipelined("uniform"))
     return str(caught.value)
 
 
@@ -797,6 +805,7 @@ def error_of(make: Callable[[], Any]) -> str:
     ("make", "advice"),
     [
         (HasHookOnContainer, "Register it on layers"),
+        (RegistersAHookLate, "Register it on layers"),
         (ReplacesParameters, "Compute them inside of it"),
         (PassesAPackedSequence, "Let one module make the value and use it"),
     ],
