@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -122,6 +123,27 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
+@contextmanager
+def called_before_post_hooks(optimizer: Optimizer, function: Callable[[], None]) -> Iterator[None]:
+    """Context in which a function is called when the optimizer has made a step, before all other
+    functions that are. Torch's public function adds one behind the others.
+    """
+    handle = optimizer.register_step_post_hook(lambda *_: function())
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def step_without_hooks(optimizer: Optimizer) -> Callable[..., Any]:
+    """The method ``step`` of the optimizer's class, without the functions that are called before
+    and after it: neither its own, nor what schedulers put in its place.
+    """
+    step = type(optimizer).step
+    return partial(getattr(step, "__wrapped__", step), optimizer)
+
+
 # --- dispatch ---
 
 without_torch_function = torch._C.DisableTorchFunction
@@ -211,6 +233,14 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module's backward are registered."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def num_hooks(module: nn.Module) -> int:
+    """How many hooks a module has on what it returns and on its backward. Those before its forward
+    are not counted: PipeShift registers some itself, on the layers of a stage.
+    """
+    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return sum(map(len, hooks))
 
 
 def is_compiled_module(module: nn.Module) -> bool:

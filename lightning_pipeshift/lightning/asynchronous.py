@@ -211,7 +211,10 @@ class AsynchronousTraining(TrainingSteps):
         if not one.minibatch.ends_update:
             holdings.withdraw_gradients()
             return
-        with self._pipeline.updating(one.minibatch):
+        with (
+            self._pipeline.updating(one.minibatch),
+            self._around_step_hooks(trainer.optimizers[0]),
+        ):
             in_flight = self._pipeline.minibatches_in_flight
             waiting = [minibatch.tag.options for minibatch in in_flight]
             step_with(trainer, one.minibatch.tag.options, counting=waiting)

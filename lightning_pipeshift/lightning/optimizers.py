@@ -19,7 +19,7 @@ OptimizerOptions = list[dict[str, Any]]
 """The options of an optimizer's parameter groups (learning rates, for example)."""
 
 # Those that update each parameter by its own gradient and state only.
-_BY_PARAMETER: Final = frozenset(
+BY_PARAMETER: Final = frozenset(
     found
     for name in (
         "Adadelta",
@@ -54,7 +54,7 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
     if looks := _who_looks(trainer):
         return f"{looks} may look at all gradients"
     for optimizer in trainer.optimizers:
-        if type(optimizer) not in _BY_PARAMETER:
+        if type(optimizer) not in BY_PARAMETER:
             return (
                 f"the optimizer {type(optimizer).__name__} is none of torch.optim's that update"
                 " each parameter by its own gradient only"
@@ -69,7 +69,7 @@ def why_state_stays(optimizers: Sequence[Optimizer]) -> str:
     if it can: then a step is made for one layer after the other, with all gradients there.
     """
     for optimizer in optimizers:
-        if type(optimizer) not in _BY_PARAMETER:
+        if type(optimizer) not in BY_PARAMETER:
             return (
                 f"the optimizer {type(optimizer).__name__} is none of torch.optim's that update"
                 " each parameter by its own gradient and state only (such as SGD, Adam, AdamW)"

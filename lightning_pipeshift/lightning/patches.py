@@ -25,6 +25,7 @@ from lightning_pipeshift.compat.lightning_private import (
     logger_connector,
     signal_connector,
 )
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, refuse_reading
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
@@ -51,6 +52,14 @@ class _Result(ClosureResult):
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
         output = None if training_step_output is NO_LOSS else training_step_output
         return super().from_training_step_output(output, normalize)
+
+
+def _log_if_here(
+    log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any
+) -> None:
+    if isinstance(value, RemoteTensor):
+        refuse_reading(f"self.log({name!r}, ...)", [value])
+    log(name, value, *args, **options)
 
 
 class Adjustments:
@@ -111,6 +120,12 @@ class Adjustments:
     def log_steps_by(self, trainer: pl.Trainer, log: Callable[[], None]) -> None:
         """Calls ``log`` after each batch instead of Lightning's function for loggers."""
         self._set(logger_connector(trainer), LOGS_STEP, log)
+
+    def check_logs(self, module: pl.LightningModule) -> None:
+        """Raises a LayerError for a logged value that is on another stage, outside of steps. Logged
+        without a word, it would be missing, or fail when the run is over.
+        """
+        self._set(module, "log", partial(_log_if_here, module.log))
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

@@ -120,6 +120,8 @@ class Run:
         adjustments.when_over(partial(by_itself, precision))
         adjustments.when_over(silence_advice_to_synchronise())
         adjustments.take_steps_without_loss(trainer)
+        if channels.num_stages > 1:
+            adjustments.check_logs(trainer.lightning_module)
         training.adjust(adjustments)
         adjustments.filter_parameters(
             partial(SharedComparison, trainer.lightning_module, channels, deferred)

@@ -47,6 +47,7 @@ class StepContext:
                 itself and start again while the other ranks still wait in the step.
         """
         attributes = self._module.__dict__
+        outside = {name: v for name, v in attributes.items() if name in ("log", "log_dict")}
         attributes |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
         self._metric_sync.is_open = False
         try:
@@ -63,6 +64,7 @@ class StepContext:
         finally:
             self._metric_sync.is_open = True
             del attributes["log"], attributes["log_dict"]
+            attributes |= outside
 
 
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:

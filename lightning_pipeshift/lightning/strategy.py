@@ -690,9 +690,10 @@ class PipeShiftStrategy(ParallelStrategy):
                 return closure()
             finally:
                 training.is_in_optimizer_step = False
-        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        training.end_optimizer_step()
-        return result
+        plain = super().optimizer_step
+        return training.optimizer_step(
+            optimizer, closure, lambda hiding: plain(optimizer, hiding, *args, **kwargs)
+        )
 
     def on_train_end(self) -> None:
         """Makes the virtual machines' states equal: running statistics, random numbers."""

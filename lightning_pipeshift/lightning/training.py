@@ -13,9 +13,12 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import called_before_post_hooks, has_step_hooks
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
+from lightning_pipeshift.lightning.optimizer_trial import check_updates
 from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,
     only_clips_by_norm,
@@ -99,6 +102,8 @@ class TrainingSteps:
         length, pipeline = self._trainer.num_training_batches, self._pipeline
         require_same_lengths([length], "training", pipeline.channels)
         require_same_lengths_over_replicas(length, pipeline.replicas)
+        if max(pipeline.replicas.topology.stages_per_vm) > 1:
+            check_updates(self._trainer.optimizers, pipeline.channels.device)
         pipeline.planning.state_stays = stays = why_state_stays(self._trainer.optimizers)
         if pipeline.memory is not None and not stays and not self.steps_itself:
             pipeline.memory.take_steps_of(self._trainer.optimizers)
@@ -168,6 +173,8 @@ class TrainingSteps:
     def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():
             report = self._pipeline.training_step(given)
+        # The code that has asked for it may have run on the last stage only.
+        self._trainer.should_stop |= report.stops
         self._log_again(report)
         return self._result_of(report)
 
@@ -188,6 +195,7 @@ class TrainingSteps:
                 goes_on=self._accumulates,
             ),
             keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
+            stops=lambda: bool(trainer.should_stop),
             leaves_late=self._leaves_late and not self._accumulates,
         )
 
@@ -300,7 +308,43 @@ class TrainingSteps:
         module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
         loss = precision.pre_backward(loss, module)
         self.holdings.hand_gradients_over()
+        # Code in `optimizer_step` may read them, until the optimizer does.
+        self.holdings.show_gradients()
         return precision.post_backward(loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """Makes a step of the optimizer. Code around it sees gradients of all stages, and the
+        optimizer those of this one.
+
+        Args:
+            optimizer: the Trainer's.
+            closure: computes the gradients, and may do more of the user's.
+            step: Lightning's step with a closure.
+        """
+
+        def then_hidden() -> Any:
+            result = closure()
+            if self._pipeline.holdings is not None:
+                self._pipeline.holdings.hide_gradients()
+            return result
+
+        with self._around_step_hooks(optimizer):
+            result = step(then_hidden)
+        self.end_optimizer_step()
+        return result
+
+    def _around_step_hooks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Context in which functions that are called after the optimizer's step see gradients of
+        all stages.
+        """
+        if not has_step_hooks(optimizer) or self._pipeline.holdings is None:
+            return nullcontext()
+        return called_before_post_hooks(optimizer, self._pipeline.holdings.show_gradients)
 
     def end_optimizer_step(self) -> None:
         """Called when the optimizer has stepped: hooks may read gradients until they are zeroed."""

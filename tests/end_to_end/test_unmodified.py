@@ -7,7 +7,7 @@ reader of other people's code found to go wrong once. All are trained in the sam
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as L
@@ -534,6 +534,35 @@ class MakesWeightsByHooks(Habit):
         nn.utils.parametrizations.spectral_norm(self.last)
 
 
+class EvaluatesInAStep(Habit):
+    """Looks at what the model would answer, at the end of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "second", "third"):
+            setattr(self, name, nn.Sequential(getattr(self, name), nn.Dropout(0.3)))
+
+    def evaluated(self) -> Iterable[nn.Module]:
+        return [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if not self.training:
+            return result
+        for module in self.evaluated():
+            module.eval()
+        with torch.no_grad():
+            without_dropout = super().forward(x)
+        for module in self.evaluated():
+            module.train()
+        return result + 0.1 * without_dropout
+
+
+class EvaluatesPartsInAStep(EvaluatesInAStep):
+    def evaluated(self) -> Iterable[nn.Module]:
+        return [self.first, self.second, self.third]
+
+
 HABITS: dict[str, Callable[[], Classifier]] = {
     habit.__name__: habit
     for habit in (
@@ -565,6 +594,8 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         SumsAttributesOfLayers,
         LooksAtAttributesOfLayers,
         CollectsByHooks,
+        EvaluatesInAStep,
+        EvaluatesPartsInAStep,
         ChangesByHooks,
         CallsInTurn,
         WritesWhereItMayTurn,
@@ -728,6 +759,14 @@ class HasHookOnContainer(Habit):
         return result
 
 
+class RegistersAHookLate(Habit):
+    """While training runs: what was followed before is not what runs now."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.third.register_full_backward_hook(lambda _, made, given: times(0.5, made))
+
+
 class PassesAPackedSequence(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -758,7 +797,7 @@ class ReplacesParameters(Habit):
 def error_of(make: Callable[[], Any]) -> str:
     # A stage that fails first is named by the others, with its error.
     with pytest.raises((LayerError, StageFailedError)) as caught:
-        fit(make(), points(1), Pipelined("uniform"))
+        fit(make(), points(2), Pipelined("uniform"))
     return str(caught.value)
 
 
@@ -766,6 +805,7 @@ def error_of(make: Callable[[], Any]) -> str:
     ("make", "advice"),
     [
         (HasHookOnContainer, "Register it on layers"),
+        (RegistersAHookLate, "Register it on layers"),
         (ReplacesParameters, "Compute them inside of it"),
         (PassesAPackedSequence, "Let one module make the value and use it"),
     ],

@@ -39,6 +39,7 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     built,
     compare,
+    differences,
     fit,
     on_one_device,
     on_rank,
@@ -105,6 +106,43 @@ def taking_part(how: Any, chosen: Sequence[int], accumulate: int) -> Any:
     notes = said(caught, "`training_step` returned `None`") if trainer.is_global_zero else None
     empty = [not outputs for outputs in module.outputs]
     return record, empty, notes
+
+
+class SkipsBatches(SequentialMLP):
+    """Returns None before its layers, for some batches by their number, for others by a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx in (2, 3) or bool((batch[0] > 2.9).any()):
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class SkipsLosses(SequentialMLP):
+    """Returns None if the loss is not what it should be; the first answer that is guessed of the
+    condition is that it is not.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss) or not loss < 1.7:
+            return None
+        return loss
+
+
+def skipping(how: Any, make: Callable[[], Any]) -> Any:
+    return fit(how, make, points(6), max_epochs=2)[0]
+
+
+@pytest.mark.parametrize("make", [SkipsBatches, SkipsLosses])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_steps_return_none_before_their_layers_or_by_a_value(
+    make: Callable[[], Any], microbatches: int, stages: int
+) -> None:
+    strategy = {"microbatches": microbatches}
+    (expected,) = on_ranks(1, skipping, make, strategy=strategy)
+    for found in on_ranks(stages, skipping, make, strategy=strategy):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.feature("Training", "a `training_step` that returns None")
@@ -452,6 +490,204 @@ def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> Non
         assert outcome.error_type == ConfigurationError.__name__
         assert "several parameter groups" in outcome.message
         assert "automatic_optimization = False" not in outcome.message
+
+
+class OptimizesBySgd(SequentialMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ClipsBehindTheClosure(OptimizesBySgd):
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+        closure()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+
+
+class ClipsInsideTheClosure(OptimizesBySgd):
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+
+        def then_clipped() -> Any:
+            loss = closure()
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            return loss
+
+        optimizer.step(closure=then_clipped)
+
+
+class ShrinksInAStepHook(OptimizesBySgd):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.shrink)
+        return optimizer
+
+    def shrink(self, *_: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1 - 0.01 * norm)
+
+
+class ClipsByTheTrainer(OptimizesBySgd):
+    """As the errors advise."""
+
+    def optimizer_step(self, *given: Any, **_: Any) -> None:
+        optimizer, closure = given[-2:]
+        closure()
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Takes the gradients a second time, at weights moved along the first ones."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        learning = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [p.grad.clone() for p in learning]
+        norm = torch.stack([move.norm() for move in moves]).norm()
+        with torch.no_grad():
+            for parameter, move in zip(learning, moves, strict=True):
+                parameter.add_(move / norm, alpha=0.05)
+        closure()
+        with torch.no_grad():
+            for parameter, move in zip(learning, moves, strict=True):
+                parameter.sub_(move / norm, alpha=0.05)
+        self.base.step()
+        return loss
+
+
+class ClipsItself(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+        return loss
+
+
+class OneStepSize(torch.optim.SGD):
+    """Reads numbers of all parameters, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss, (group,) = closure(), self.param_groups
+        sizes = [p.grad.abs().sum().item() for p in group["params"] if p.grad is not None]
+        group["lr"] += 1e-3 * sum(sizes)
+        super().step()
+        return loss
+
+
+class TrustRatios(torch.optim.SGD):
+    """Reads numbers of each parameter, as LAMB and LARS do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss, (group,) = closure(), self.param_groups
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                size = parameter.grad.norm()
+                ratio = 1.0 if size == 0 else (parameter.detach().norm() / size).item()
+                parameter.grad.mul_(ratio)
+        super().step()
+        return loss
+
+
+class OptimizedBy(SequentialMLP):
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def optimizing(how: Any, make: Callable[..., Any]) -> Any:
+    return fit(how, make, points(4), max_epochs=1)[0]
+
+
+@pytest.mark.parametrize("make", [ClipsBehindTheClosure, ClipsInsideTheClosure, ShrinksInAStepHook])
+def test_code_around_the_optimizers_step_does_not_miss_gradients_of_other_stages(
+    make: Callable[..., Any],
+) -> None:
+    for outcome in on_ranks(2, optimizing, make, expect_failure=True):
+        assert "Norms of gradients over all stages" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SharpnessAware,
+        functools.partial(ClipsItself, lr=0.1),
+        functools.partial(OneStepSize, lr=0.1),
+    ],
+)
+def test_an_optimizer_that_looks_at_all_gradients_at_once_is_refused(
+    make: Callable[..., Any],
+) -> None:
+    made = functools.partial(OptimizedBy, make)
+    for outcome in on_ranks(2, optimizing, made, expect_failure=True):
+        assert "each stage has the gradients of its own layers only" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ClipsByTheTrainer,
+        functools.partial(OptimizedBy, functools.partial(TrustRatios, lr=0.01)),
+    ],
+)
+def test_what_is_done_in_a_step_of_the_optimizer(make: Callable[..., Any]) -> None:
+    compare(optimizing, make)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the code behind the layers does to the Trainer, and what hooks log
+# --------------------------------------------------------------------------------------------------
+
+
+class StopsInAStep(SequentialMLP):
+    def __init__(self, at: int, below: float) -> None:
+        super().__init__()
+        self.at, self.below = at, below
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == self.at or loss.item() < self.below:
+            self.trainer.should_stop = True
+        return loss
+
+
+def stopping_in_a_step(how: Any, at: int, below: float) -> Any:
+    record, trainer, _ = fit(
+        how, functools.partial(StopsInAStep, at, below), points(4), max_epochs=4
+    )
+    return record, trainer.global_step
+
+
+@pytest.mark.parametrize(("at", "below"), [(5, 0.0), (99, 1.2)])
+def test_a_step_may_stop_the_trainer(at: int, below: float) -> None:
+    (expected,) = on_ranks(1, stopping_in_a_step, at, below)
+    for found in on_ranks(2, stopping_in_a_step, at, below):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
+    assert 4 < expected[1] < 16
+
+
+class LogsANorm(SequentialMLP):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        *_, weight, _ = self.parameters()
+        assert weight.grad is not None
+        self.log("norm", weight.grad.norm())
+
+
+def test_a_hook_that_logs_a_value_of_another_stage_ends_with_advice() -> None:
+    outcomes = on_ranks(2, optimizing, LogsANorm, expect_failure=True)
+    assert all("`self.log('norm', ...)` reads" in outcome.message for outcome in outcomes)
+    assert all("lightning_pipeshift.grad_norm" in outcome.message for outcome in outcomes)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -262,10 +262,13 @@ class StagePass(PlaceholderListener):
                 if self._code is not None:
                     self._code.end(leaves_of(self.result))
             if not self.is_last and self._calls_more:
-                raise LayerError(
-                    "The step ended before it called the layers of the later stages. The step "
-                    "must call the same layers for every batch."
-                )
+                if self._position or self.result is not None:
+                    raise LayerError(
+                        "The step ended before it called the layers of the later stages. The step "
+                        "must call the same layers for every batch, or return None before the "
+                        "first of them."
+                    )
+                self._pass_nothing_on()
             if self.is_last and self.trace is not None:
                 self.result = map_leaves(self.value_of, self.result)
                 if self.trace.keeps and self.resolve_state is not None:
@@ -280,6 +283,16 @@ class StagePass(PlaceholderListener):
             self.received.clear()
         # From now on user code does not use the layers' arguments any more.
         self._regions = [region for region in self._regions if region.let_go()]
+
+    def _pass_nothing_on(self) -> None:
+        """After a step that has returned None before all layers, as it does on every stage: the
+        next stage waits for a payload, and reads none of it.
+        """
+        assert self.trace is not None
+        for value, spec in self.trace.payload(self.layers.stop):
+            if value not in self.outgoing:
+                empty = torch.zeros(spec.shape, dtype=dtype_named(spec.dtype), device=self.device)
+                self.outgoing[value], self.edges[value] = empty, None
 
     @property
     def _calls_more(self) -> bool:

@@ -180,18 +180,18 @@ class RemoteTensor(Tensor):
 
     def tolist(self) -> Any:
         """Raises LayerError."""
-        _refuse_reading("tolist", [self])
+        refuse_reading("tolist", [self])
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raises LayerError."""
-        _refuse_reading("numpy", [self])
+        refuse_reading("numpy", [self])
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        _refuse_reading("numpy", [self])
+        refuse_reading("numpy", [self])
 
     def __format__(self, format_spec: str) -> str:
         if format_spec:
-            _refuse_reading("format", [self])
+            refuse_reading("format", [self])
         return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
@@ -241,7 +241,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.data_dependent_output in func.tags or (
         torch.Tag.dynamic_output_shape in func.tags
     ):
-        _refuse_reading(name, absent)
+        refuse_reading(name, absent)
     return _without_values(func, args, kwargs, absent)
 
 
@@ -473,7 +473,8 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
 # --- messages ---
 
 
-def _refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
+def refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
+    """Raises the LayerError for a function that reads tensors that are on other stages."""
     raise _reading(function, absent)
 
 

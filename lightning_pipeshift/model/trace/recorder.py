@@ -144,6 +144,16 @@ def record(
                 raise first from None
     # Its traceback refers to this function, and to the batch.
     del first
+    if trace.lacks_loss:
+        # It shows no gradients. The other answer to a condition (`if not loss.isfinite()`) may.
+        for place in guesses.unsure():
+            try:
+                other = attempt(guesses.with_other(place))
+            except Exception:
+                continue
+            if not other.lacks_loss:
+                guesses = guesses.with_other(place)
+                break
     # Find the conditions whose other answer makes the step fail.
     unsure = guesses.unsure()
     for place in unsure:
@@ -236,6 +246,9 @@ class _Recorder(PlaceholderListener):
         self._replaces = ""
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self._state = state_by_storage(root, gates)
+        self._modules = list(root.modules())
+        self._modes = [module.training for module in self._modules]
+        self._changed_modes: set[int] = set()
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
@@ -250,6 +263,8 @@ class _Recorder(PlaceholderListener):
             if self._streams is not None:
                 self._streams.go_to(START)
             result = step(self._root)
+        self._note_modes()
+        self._modes = [module.training for module in self._modules]
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
             self._keeps = True
@@ -598,6 +613,7 @@ class _Recorder(PlaceholderListener):
                 leaf = linked(leaf, self._device, origin)
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
+        self._note_modes()
         self.enter_scope()
         self.inside = inside
         try:
@@ -677,6 +693,12 @@ class _Recorder(PlaceholderListener):
         self._number = 0
         self._is_open = False
         return rebuild(outer)
+
+    def _note_modes(self) -> None:
+        """Notes which modules are in another training mode than when the step began."""
+        for number, (module, mode) in enumerate(zip(self._modules, self._modes, strict=True)):
+            if module.training is not mode:
+                self._changed_modes.add(number)
 
     def enter_scope(self) -> None:
         self._go_to(begun(self._place))
@@ -828,6 +850,7 @@ class _Recorder(PlaceholderListener):
     def finish(self, result: Any) -> Trace:
         self._needed_by_tail(result)
         loss = result.get("loss") if isinstance(result, Mapping) else result
+        lacks_loss = torch.is_grad_enabled() and loss is None
         first = self.calls[0].layer if self.calls else 0
         self._views_on_both_sides()
         self._mark_draws()
@@ -845,7 +868,7 @@ class _Recorder(PlaceholderListener):
             self.touched,
             self.logs_each_step,
             # A microbatch without a loss does not show where gradients flow in others.
-            self._is_shaped_by_batch or (torch.is_grad_enabled() and loss is None),
+            self._is_shaped_by_batch or lacks_loss,
             self._is_drawn,
             frozenset(self._values.tracked),
             frozenset(self._eager),
@@ -856,6 +879,8 @@ class _Recorder(PlaceholderListener):
             self._state_written(),
             self._writes_state,
             replaces=self._replaces,
+            lacks_loss=lacks_loss,
+            modes={number: self._modes[number] for number in self._changed_modes},
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
+    num_hooks,
     parameters_of,
     pytree,
     without_torch_function_of_subclasses,
@@ -34,10 +35,11 @@ def batch_signature(batch: Any) -> Hashable:
 
 
 def module_signature(root: nn.Module) -> Hashable:
-    """The parameters that require a gradient, the training mode of modules, and whether gradients
-    are recorded.
+    """The parameters that require a gradient, the training mode of modules, whether gradients are
+    recorded, and how many hooks modules have on what they return and on their backward.
 
-    A callback that freezes or unfreezes layers changes it, as gradients then flow differently.
+    A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
+    does user code that registers a hook while training runs.
     """
     with without_torch_function_of_subclasses():
         learning = tuple(
@@ -45,4 +47,5 @@ def module_signature(root: nn.Module) -> Hashable:
             for module in root.modules()
             for parameter in parameters_of(module).values()
         )
-    return learning, root.training, torch.is_grad_enabled()
+        hooks = tuple(filter(None, map(num_hooks, root.modules())))
+    return learning, root.training, torch.is_grad_enabled(), hooks

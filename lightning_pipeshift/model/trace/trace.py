@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from lightning_pipeshift.model.execution.trees import Rebuild
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -112,6 +114,9 @@ class Trace:
         writes_state: whether it writes to parameters, which a stage without layers does too.
         draws_on_host: whether anything draws from NumPy or ``random``.
         replaces: a layer that is called with other tensors in the place of its parameters.
+        lacks_loss: whether gradients are recorded and the step has returned no loss.
+        modes: for modules whose training mode changes within the step, by their number, the mode
+            in which it leaves them.
     """
 
     flow: Flow
@@ -131,6 +136,8 @@ class Trace:
     writes_state: bool = False
     draws_on_host: bool = False
     replaces: str = ""
+    lacks_loss: bool = False
+    modes: Mapping[int, bool] = field(default_factory=dict)
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
@@ -145,6 +152,14 @@ class Trace:
     def empty(cls) -> Trace:
         """The trace of a step that was not traced."""
         return cls(Flow((), frozenset(), frozenset(), frozenset()), [])
+
+    def set_modes(self, root: nn.Module) -> None:
+        """Leaves modules in the training mode in which the whole step leaves them, on a stage that
+        has run a part of it.
+        """
+        if self.modes:
+            for number, module in enumerate(root.modules()):
+                module.training = self.modes.get(number, module.training)
 
     def payload(self, boundary: int) -> Payload:
         """The values that cross the boundary before a layer, and how to receive them."""
@@ -247,4 +262,6 @@ class Trace:
             self.writes_state,
             self.draws_on_host,
             self.replaces,
+            self.lacks_loss,
+            self.modes,
         )

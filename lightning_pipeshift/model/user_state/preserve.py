@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.lightning_names import OWNERS
+from lightning_pipeshift.compat.lightning_names import OWNERS, trainer_of
 
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
@@ -39,10 +39,10 @@ _FRAMEWORKS = frozenset(
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context after which Python objects have their earlier state: the modules' attributes,
-    containers and objects that these refer to, the classes of user code among them, and the
-    variables of the Python modules that define these classes. The objects themselves remain the
-    same.
+    """Context after which Python objects have their earlier state: the modules' attributes, those
+    of the Trainer (``should_stop``), containers and objects that the modules refer to, the classes
+    of user code among them, and the variables of the Python modules that define these classes. The
+    objects themselves remain the same.
 
     The values of tensors are not restored; a mode prevents writes to them (see
     :mod:`~lightning_pipeshift.model.user_state.isolation`). State outside of the process is not
@@ -52,6 +52,8 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     modules = list(modules)
     for module in modules:
         undo.remember_module(module)
+    for trainer in filter(None, map(trainer_of, modules[:1])):
+        undo.remember_attributes(trainer)
     for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
         undo.remember_class(kind)
     try:
@@ -107,6 +109,10 @@ class _Undo:
         """Records a module's attributes, and what they refer to, without its submodules."""
         self._seen.update((id(part), part) for part in module.modules())
         self._remember_dict(module.__dict__, _DEPTH)
+
+    def remember_attributes(self, owner: Any) -> None:
+        """Records an object's attributes, and nothing that they refer to."""
+        self._remember_dict(vars(owner), 0)
 
     def remember(self, value: Any, depth: int) -> None:
         """Records what a value refers to."""

@@ -111,6 +111,7 @@ class Holdings:
         }
         # By identity of a parameter held on another stage: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
+        self._are_shown = False
         self._holders: dict[int, list[int]] = {}
         self._had_gradients: dict[int, list[int]] = {}
         self._parts: list[Sums] = []
@@ -628,12 +629,16 @@ class Holdings:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Context for :meth:`show_gradients` and :meth:`hide_gradients`."""
+        """Context in which gradients are shown (:meth:`show_gradients`), and hidden again unless
+        they were shown before.
+        """
+        are_shown = self._are_shown
         try:
             self.show_gradients()
             yield
         finally:
-            self.hide_gradients()
+            if not are_shown:
+                self.hide_gradients()
 
     def show_gradients(self) -> None:
         """Gives parameters that are held on other stages a placeholder as their gradient.
@@ -649,12 +654,14 @@ class Holdings:
                 if shown is None or (shown.shape, shown.dtype) != like:
                     shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
                 parameter.grad = shown
+        self._are_shown = True
 
     def hide_gradients(self) -> None:
         """Undoes :meth:`show_gradients`."""
         with without_torch_function_of_subclasses():
             for parameter in self._lacking():
                 parameter.grad = None
+        self._are_shown = False
 
     def _lacking(self) -> list[nn.Parameter]:
         """The parameters that other stages hold, and this one does not."""

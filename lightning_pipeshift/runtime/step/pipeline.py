@@ -1044,6 +1044,7 @@ class Pipeline:
         report: Report | None = None
         if self.is_last:
             report = self._reporting.end(step.losses, given.is_last_batch)
+            report.stops = given.stops()
             report = merge_reports(self.replicas.exchange(report), self.vm)
         with self.section(WAIT, What.WAIT, REPORT):
             report = self.channels.share_object(report, source, posted)

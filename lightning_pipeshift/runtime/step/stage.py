@@ -395,6 +395,8 @@ class Stage:
         finally:
             self._current_pass.value = None
             self._recorder.current = None
+        if microbatch.trace is not None:
+            microbatch.trace.set_modes(self._root)
         logs = self._recorder.take()
         held.forward = current
         step.order = current.order

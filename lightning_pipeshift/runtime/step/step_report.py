@@ -27,6 +27,7 @@ class Report:
         divided: the denominator by which they have been divided.
         size: how many samples the batch had.
         asks_to_end: whether a stage asks for the end of the run.
+        stops: whether user code has asked the Trainer to stop.
     """
 
     result: Any
@@ -38,6 +39,7 @@ class Report:
     divided: float = 1.0
     size: int = 0
     asks_to_end: bool = False
+    stops: bool = False
 
     @property
     def correction(self) -> float:
@@ -73,6 +75,7 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
         loss=loss,
         counted=sum(counted),
         asks_to_end=any(report.asks_to_end for report in reports),
+        stops=any(report.stops for report in reports),
         # A virtual machine that had a loss knows the denominator by which it was divided.
         divided=next((r.divided for r in reports if r.counted), mine.divided),
     )

@@ -40,6 +40,7 @@ class TrainingBatch:
         is_last_batch: whether this stage's data ends with the batch.
         accumulation: how gradients of this batch and of earlier ones are accumulated.
         keeps_gradients: whether the gradients from before the step are still needed.
+        stops: tells whether user code has asked the Trainer to stop.
         leaves_late: whether the optimizer may update layers late; see
             :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
     """
@@ -54,4 +55,5 @@ class TrainingBatch:
     is_last_batch: bool
     accumulation: Accumulation
     keeps_gradients: bool
+    stops: Callable[[], bool] = bool
     leaves_late: bool = False

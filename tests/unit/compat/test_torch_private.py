@@ -470,3 +470,35 @@ def test_compiled_modules_are_found_with_all_that_is_inside_of_them() -> None:
     assert root[0] in found
     assert root[1] in found
     assert root[2] not in found
+
+
+def test_a_function_is_called_before_the_hooks_after_a_step_and_is_gone_afterwards() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    with compat.called_before_post_hooks(optimizer, lambda: calls.append("first")):
+        optimizer.step()
+    optimizer.step()
+    assert calls == ["first", "hook", "hook"]
+
+
+def test_a_step_without_hooks() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    compat.step_without_hooks(optimizer)()
+    assert not calls
+    assert parameter.item() == 0.5
+
+
+def test_hooks_of_a_module_are_counted() -> None:
+    module = nn.Linear(1, 1)
+    assert compat.num_hooks(module) == 0
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert compat.num_hooks(module) == 3
