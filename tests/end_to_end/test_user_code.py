@@ -691,6 +691,79 @@ def test_a_hook_that_logs_a_value_of_another_stage_ends_with_advice() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# State that a step keeps for the next one
+# --------------------------------------------------------------------------------------------------
+
+
+class KeepsAnAttribute(SequentialMLP):
+    """What the last layer computes is used in front of the first, for the next microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift: Tensor | None = None
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = super().forward(features if self.shift is None else features + self.shift)
+        self.shift = logits.detach().mean()
+        return logits
+
+
+class KeepsABuffer(SequentialMLP):
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits = super().forward(features - self.shift)
+        self.shift.mul_(0.5).add_(logits.detach().mean())
+        return logits
+
+
+class KeepsItsLoss(SequentialMLP):
+    """Uses it where it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        now = loss.detach()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        return loss / self.average
+
+
+@pytest.mark.parametrize("make", [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss])
+def test_what_a_step_keeps_is_there_in_the_next_one(make: Callable[..., Any]) -> None:
+    strategy = {"microbatches": 1}
+    (expected,) = on_ranks(1, skipping, make, strategy=strategy)
+    for found in on_ranks(3, skipping, make, strategy=strategy):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
+
+
+def validating(how: Any, make: Callable[..., Any]) -> None:
+    trainer = quiet_trainer(how, max_epochs=1)
+    trainer.validate(built(make), points(3), verbose=False)
+
+
+@pytest.mark.parametrize("make", [KeepsAnAttribute, KeepsABuffer])
+@pytest.mark.parametrize("scenario", [skipping, validating])
+def test_what_travels_back_to_an_earlier_stage_ends_with_advice(
+    make: Callable[..., Any], scenario: Callable[..., Any]
+) -> None:
+    """It gave wrong values: the earlier stage has begun with the next microbatch by then."""
+    on_ranks(1, scenario, make)
+    outcomes = on_ranks(2, scenario, make, expect_failure=True)
+    assert all("(stage 0) uses a value that the microbatch" in each.message for each in outcomes)
+    # One stage has both.
+    (expected,) = on_ranks(1, skipping, make)
+    for found in on_ranks(2, skipping, make, strategy={"partition": [5, 0]}):
+        assert not differences(found, expected, rtol=0.0, atol=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
 # Searches
 # --------------------------------------------------------------------------------------------------
 

@@ -419,8 +419,9 @@ class StagePass(PlaceholderListener):
             raise LayerError(
                 f"The code between the layers calls `{name}` where it called `{entry.name}` when "
                 "it was first traced: it took another branch. Its branches may depend on the "
-                "batch only; or name the layers in `configure_layers()` so that this code is "
-                "inside one."
+                "batch only, and not on what an earlier microbatch has kept: make that in "
+                "`__init__` already (zeros, say), if it is `None` at first. Or name the layers in "
+                "`configure_layers()` so that this code is inside one."
             )
         if entry.layer in self.layers or (entry.is_view and self._is_here(args, kwargs)):
             return self._compute(entry, function, args, kwargs)

@@ -46,9 +46,14 @@ class Guesses:
 
     def with_other(self, place: Any) -> Guesses:
         """The same guesses with the opposite answer at one line of code."""
+        other = self.copy()
+        other._answers[place] = not self._answers[place]
+        return other
+
+    def copy(self) -> Guesses:
+        """The same guesses."""
         other = Guesses()
-        other._answers = {**self._answers, place: not self._answers[place]}
-        other._certain = set(self._certain)
+        other._answers, other._certain = dict(self._answers), set(self._certain)
         return other
 
     def settle(self, place: Any) -> None:

@@ -13,7 +13,7 @@ go to copies (see :mod:`.isolation`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -118,11 +118,27 @@ def record(
         try:
             with preserved(root.modules()):
                 result = recorder.run(step)
-                return recorder.finish(result)
+                trace = recorder.finish(result)
+                kept = recorder.kept_values()
+                if kept:
+                    trace = replace(trace, carried=trace.carried | follow_up(kept, guesses))
+                return trace
         finally:
             current_pass.value = None
             # The exception refers to itself, and to the graph, which refers to parameters.
             recorder.__dict__.clear()
+
+    def follow_up(kept: Mapping[Origin, int], guesses: Guesses) -> frozenset[tuple[int, int]]:
+        """Runs the next microbatch's step, to see where it uses what the one before has kept."""
+        recorder = _Recorder(root, gates, device, None, guesses.copy(), streams, kept)
+        begin()
+        current_pass.value = recorder
+        # A second step may fail where the first one does not, as values are missing.
+        with suppress(Exception):
+            recorder.run(step)
+        found = recorder.carried
+        recorder.__dict__.clear()
+        return found
 
     guesses = Guesses()
     first: Exception | None = None
@@ -199,7 +215,15 @@ class _Recorder(PlaceholderListener):
         stopwatch: Stopwatch | None,
         guesses: Guesses,
         streams: StreamSelector | None,
+        kept: Mapping[Origin, int] | None = None,
     ) -> None:
+        self._kept = kept or {}
+        self._kept_here: list[Placeholder] = []
+        self._uses: list[tuple[int, int]] = []
+        """The number of calls so far where something is used that the microbatch before has kept,
+        and the layer that it comes from there."""
+        self._state_uses: dict[int, int] = {}
+        """By identity of a storage of kept state, the number of calls before its first use."""
         self.inside: _Inside | None = None
         self.calls: list[Call] = []
         self.templates: list[Template] = []
@@ -268,8 +292,37 @@ class _Recorder(PlaceholderListener):
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
             self._keeps = True
+            self._kept_here.append(leaf)
             self._needed_by_tail(leaf)
         return result
+
+    def kept_values(self) -> dict[Origin, int]:
+        """The origins of values that user code has kept, each with the layer behind which it was
+        computed. The values are without names from now on: they belong to an earlier step.
+        """
+        last = self.calls[-1].layer if self.calls else 0
+        found = {}
+        for leaf in self._kept_here:
+            found[leaf.origin] = last if leaf.label is None else leaf.label.layer
+            leaf.label = None
+            leaf.origin.values = set()
+        return found
+
+    @property
+    def carried(self) -> frozenset[tuple[int, int]]:
+        """See :class:`Trace`."""
+        uses = list(self._uses)
+        for storage, position in self._state_uses.items():
+            memory = self._values.memories.get(storage)
+            if memory is not None and storage in self._values.given:
+                uses += [(position, self._values.current(x).layer) for x in memory.members]
+        first = self.calls[0].layer if self.calls else 0
+        places = {(self.calls[n - 1].layer if n else first, layer) for n, layer in uses}
+        return frozenset(
+            (used, made)
+            for used, made in places
+            if self._ranks.get(made, 0) > self._ranks.get(used, 0)
+        )
 
     @contextmanager
     def _watched_code(self) -> Iterator[None]:
@@ -298,6 +351,7 @@ class _Recorder(PlaceholderListener):
             # It reads its arguments' memory, and placeholders have no memory.
             args = with_tensors(args, lambda x: x.item() if isinstance(x, Placeholder) else x)
         given = list(tensors_of((args, kwargs)))
+        self._note_state(given)
         if not is_known_everywhere(name):
             for tensor in given:
                 if id(tensor) in self._parameter_ids:
@@ -313,6 +367,11 @@ class _Recorder(PlaceholderListener):
         # once and kept: it has no number.
         self._number += any(map(self._is_followed, given))
         return self._operate(function, name, args, kwargs, given)
+
+    def _note_state(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and storage_of(tensor) in self._state:
+                self._state_uses.setdefault(storage_of(tensor), len(self.calls))
 
     def _is_followed(self, tensor: Tensor) -> bool:
         if isinstance(tensor, Placeholder) or self._values.given_memory(tensor) is not None:
@@ -586,6 +645,7 @@ class _Recorder(PlaceholderListener):
             finally:
                 self._isolation.__enter__()  # type: ignore[no-untyped-call]
         inputs, rebuild_inputs = flatten((args, kwargs))
+        self._note_state(inputs)
         slots = slots_of(gate.layer)
         if any(not slot.is_buffer and not isinstance(slot.get(), nn.Parameter) for slot in slots):
             self._replaces = gate.name
@@ -781,6 +841,9 @@ class _Recorder(PlaceholderListener):
         return self._streams.torch_states()
 
     def used(self, origin: Origin) -> None:
+        if origin in self._kept:
+            self._uses.append((len(self.calls), self._kept[origin]))
+            return
         if origin.inside is self.inside:
             if self.inside is None and isinstance(origin.written_by, _Inside):
                 raise LayerError(
@@ -880,6 +943,7 @@ class _Recorder(PlaceholderListener):
             self._writes_state,
             replaces=self._replaces,
             lacks_loss=lacks_loss,
+            carried=self.carried,
             modes={number: self._modes[number] for number in self._changed_modes},
         )
         # Values computed from parameters before all layers belong to the stage of the first.

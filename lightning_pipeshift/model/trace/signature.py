@@ -36,10 +36,12 @@ def batch_signature(batch: Any) -> Hashable:
 
 def module_signature(root: nn.Module) -> Hashable:
     """The parameters that require a gradient, the training mode of modules, whether gradients are
-    recorded, and how many hooks modules have on what they return and on their backward.
+    recorded, how many hooks modules have on what they return and on their backward, and which
+    attributes of the LightningModule are ``None``.
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
-    does user code that registers a hook while training runs.
+    does user code that registers a hook while training runs, or that keeps a value for the next
+    step (``if self.average is None``).
     """
     with without_torch_function_of_subclasses():
         learning = tuple(
@@ -48,4 +50,5 @@ def module_signature(root: nn.Module) -> Hashable:
             for parameter in parameters_of(module).values()
         )
         hooks = tuple(filter(None, map(num_hooks, root.modules())))
-    return learning, root.training, torch.is_grad_enabled(), hooks
+    missing = tuple(name for name, value in vars(root).items() if value is None)
+    return learning, root.training, torch.is_grad_enabled(), hooks, missing

@@ -117,6 +117,8 @@ class Trace:
         lacks_loss: whether gradients are recorded and the step has returned no loss.
         modes: for modules whose training mode changes within the step, by their number, the mode
             in which it leaves them.
+        carried: for state that user code keeps on modules and uses in the next microbatch on an
+            earlier layer's stage: that layer, and the one whose stage computes it.
     """
 
     flow: Flow
@@ -138,6 +140,7 @@ class Trace:
     replaces: str = ""
     lacks_loss: bool = False
     modes: Mapping[int, bool] = field(default_factory=dict)
+    carried: frozenset[tuple[int, int]] = frozenset()
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
@@ -264,4 +267,5 @@ class Trace:
             self.replaces,
             self.lacks_loss,
             self.modes,
+            frozenset((place_of[used], place_of[made]) for used, made in self.carried),
         )

@@ -303,3 +303,29 @@ def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]
                     "that the plan was made for. Choose a `partition` that has both in one "
                     "stage, or call the layers in one order in training and evaluation."
                 )
+
+
+def check_carried(
+    carried: Collection[tuple[int, int]], placement: Placement, vm: int, gates: Sequence[Gate]
+) -> None:
+    """Raises LayerError if a microbatch uses state that the microbatch before computes on a later
+    stage, which has not run it yet.
+
+    Args:
+        carried: pairs of a layer on whose stage state is used, and one on whose stage it is
+            computed.
+        placement: the owners of the layers.
+        vm: the virtual machine.
+        gates: of the layers.
+    """
+    for used, made in sorted(carried):
+        stages = placement.stage_of(vm, used), placement.stage_of(vm, made)
+        if stages[0] < stages[1]:
+            raise LayerError(
+                f"The code around the layer {gates[used].name!r} (stage {stages[0]}) uses a value"
+                " that the microbatch before has kept on a module (an attribute or a buffer), and"
+                f" that is computed behind the layer {gates[made].name!r} (stage {stages[1]}). A"
+                " microbatch begins before the one before it is complete. Use `microbatches=1` and"
+                " a schedule that is not asynchronous; or keep the value inside of one layer; or"
+                " choose a `partition` that has both layers in one stage."
+            )

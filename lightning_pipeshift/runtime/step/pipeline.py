@@ -87,6 +87,7 @@ from lightning_pipeshift.runtime.ownership.plan_change import Changes
 from lightning_pipeshift.runtime.ownership.shared_updates import shared_weights
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
+    check_carried,
     check_order,
     stages_without_work,
 )
@@ -1118,6 +1119,10 @@ class Pipeline:
         if trace is not None and trace.checked is not placement:
             check_order(trace.flow, placement, self.vm, self._trace_cache.gates)
             trace.checked = placement
+        # Batches that are evaluated follow each other like the microbatches of a step.
+        is_first = not key[3] and key[1] == "train" and not self.plan.is_asynchronous
+        if trace is not None and trace.carried and not is_first:
+            check_carried(trace.carried, placement, self.vm, self._trace_cache.gates)
         layers = placement.layers_of(self.vm, self.channels.stage)
         return Microbatch(part, size, trace, layers, key, recompute or {})
 
