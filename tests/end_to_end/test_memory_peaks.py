@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -196,3 +197,59 @@ def test_the_first_plan_counts_code_around_layers_and_shared_weights(
     for (*_, peak), predicted in zip(found, found[0][1], strict=True):
         # With what is reserved for messages under way.
         assert peak / 1.02 <= predicted <= 1.12 * peak
+
+
+class CountsTensors(L.Callback):
+    """The number of tensors that Python knows at the end of each step, without the garbage
+    collector.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        gc.collect()
+        gc.disable()
+
+    def on_train_end(self, *_: Any) -> None:
+        gc.enable()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        # `isinstance` would ask proxies, too.
+        self.numbers.append(sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
+
+
+def counting(how: dict[str, Any], budget: float | None, profile_steps: int) -> list[int]:
+    batches = [(torch.randn(2 * ROWS, WIDTH), torch.zeros(2 * ROWS)) for _ in range(9)]
+    counts = CountsTensors()
+    strategy = PipeShiftStrategy(
+        **{"microbatches": 2, "partition": "uniform", "profile_steps": profile_steps, **how}
+    )
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
+        max_epochs=1,
+        callbacks=[counts],
+        plugins=[MemoryCompression(budget=budget, host_budget=1e9)] if budget else [],
+    )
+    trainer.fit(built(Tied), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return counts.numbers
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "budget", "profile_steps"),
+    [
+        ({}, None, 0),
+        ({"recompute": "full"}, None, 0),
+        ({"recompute": "full", "schedule": "gpipe"}, None, 100),
+        ({}, 0.9, 100),
+    ],
+)
+def test_nothing_waits_for_the_garbage_collector(
+    how: dict[str, Any], budget: float | None, profile_steps: int, num_ranks: int
+) -> None:
+    if budget is not None:
+        # That of what is needed without it.
+        budget *= max(run_ranks(around_layers, num_ranks, num_ranks, Tied, 100)[0][1])
+    for numbers in run_ranks(counting, num_ranks, how, budget, profile_steps):
+        assert numbers[5:] == [numbers[5]] * 4, numbers

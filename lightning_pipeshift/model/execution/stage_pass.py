@@ -812,6 +812,8 @@ class StagePass(PlaceholderListener):
     def end_backward(self) -> None:
         """Cleans up after a backward in which parts of the pass were recomputed."""
         self._mode.end_backward()
+        # They refer to this object in turn.
+        self._regions.clear()
 
     def _value_again(self, leaf: Any) -> Any:
         """Returns a value for a recomputation, whose graph is discarded: only the values matter."""
