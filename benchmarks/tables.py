@@ -142,6 +142,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "overlap": overlap,
         "lane_moves": lambda: lane_moves(results),
         "convergence": lambda: convergence(results),
+        "memory_peaks": lambda: memory_peaks(results),
         "memory_predictions_sleep": lambda: memory_predictions_sleep(results),
         "memory_predictions_real": lambda: memory_predictions_real(results),
     }
@@ -375,6 +376,24 @@ def simulator(results: Values) -> Rows:
                 ", ".join(map(str, case["counts"][0])),
                 f"{{{where} / measured_seconds .2f}}",
                 f"{{{where} / error_percent +.1f}}",
+            ]
+        )
+    return rows
+
+
+def memory_peaks(results: Values) -> Rows:
+    """How often budgets were kept, and how near predictions of peaks were."""
+    header = ["model", "runs", "over the budget", "over it in the first step"]
+    rows = [[*header, "predicted / measured"]]
+    for model in results.value("memory_peaks"):
+        where = f"memory_peaks / {model}"
+        rows.append(
+            [
+                model,
+                f"{{{where} / num_runs}}",
+                f"{{{where} / num_over}}",
+                f"{{{where} / num_over_first}}",
+                f"{{{where} / least_predicted .2f}} to {{{where} / most_predicted .2f}}",
             ]
         )
     return rows
