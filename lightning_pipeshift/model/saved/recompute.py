@@ -31,7 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import address_of, flatten
+from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
@@ -46,6 +46,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     resident_in,
 )
 from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.user_state.preserve import Arguments
 
 Ambient = Callable[[], AbstractContextManager[object]]
 
@@ -148,6 +149,8 @@ class RecomputedRegion(LayerCall):
         places = {identity: place for place, identity in enumerate(unique)}
         self._places = [places[id(leaf)] for leaf in leaves]
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
+        self._objects = [leaf for leaf in unique.values() if not are_values([leaf])]
+        self._before = Arguments(*self._objects) if self._objects else None
         self._slots = slots_of(gate.layer)
         # Its parameters are kept anyway, so a view of one takes no memory.
         self._parameters = {
@@ -177,7 +180,7 @@ class RecomputedRegion(LayerCall):
         ):
             # This is known from the next call on; this call keeps its saved tensors.
             self.gate.writes_to_buffers = True
-            self._inputs = []
+            self._forget_inputs()
         return output
 
     def _note_makers(self) -> None:
@@ -230,7 +233,7 @@ class RecomputedRegion(LayerCall):
                     "after the layer ran, which was not so for earlier microbatches: it cannot "
                     "be recomputed. Set `recompute='none'` in the strategy, or write to a copy."
                 )
-            self._inputs = []
+            self._forget_inputs()
             return False
         if self._is_let_go:
             return True
@@ -297,6 +300,10 @@ class RecomputedRegion(LayerCall):
                 stack.enter_context(context())
             if self._buffers is not None:
                 stack.enter_context(self._buffers.in_place())
+            if self._before is not None:
+                # The layer may have added to its arguments: a cache of keys and values.
+                stack.callback(Arguments(*self._objects).put_back)
+                self._before.put_back()
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
@@ -318,7 +325,11 @@ class RecomputedRegion(LayerCall):
                 self._table.make_good(saved, tensor, self.gate.index, number)
         # Frees the memory reserved for recomputed tensors that are no longer needed.
         self._table.make_room(0, self.gate.index)
-        self._inputs, self._results = [], None
+        self._forget_inputs()
+        self._results = None
+
+    def _forget_inputs(self) -> None:
+        self._inputs, self._objects, self._before = [], [], None
 
     def _require_alike(self, saved: Saved, tensor: Tensor) -> None:
         shape, strides, dtype = saved.shape_and_strides

@@ -112,6 +112,7 @@ def record(
     """
 
     def attempt(guesses: Guesses) -> Trace:
+        guesses.begin()
         recorder = _Recorder(root, gates, device, stopwatch, guesses, streams)
         begin()
         current_pass.value = recorder

@@ -211,6 +211,34 @@ def test_the_precision_around_the_layer_is_there_again():
     assert torch.equal(*found)
 
 
+class Cache:
+    """Keys of earlier tokens, in the way of a language model's cache."""
+
+    def __init__(self, *keys):
+        self.keys = list(keys)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, cache):
+        cache.keys.append(self.linear(x))
+        return torch.softmax(x @ torch.cat(cache.keys).T, -1) @ torch.cat(cache.keys)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_layer_adds_to_an_argument_it_adds_once(ahead):
+    torch.manual_seed(0)
+    layer, x, old = Attends(), torch.randn(3, 6), torch.randn(2, 6)
+    caches = Cache(old), Cache(old)
+    expected = gradients(layer, x, False, cache=caches[0])
+    found = gradients(layer, x, True, ahead, cache=caches[1])
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert [key.shape for key in caches[1].keys] == [(2, 6), (3, 6)]
+
+
 def test_a_layer_that_does_something_else_the_second_time():
     class Fickle(nn.Module):
         calls = 0

@@ -935,3 +935,56 @@ def test_what_a_stage_takes_part_in():
     # Without layers, it goes as far as there are calls of earlier ones.
     assert trace.part(range(1, 1)).last_call == 0
     assert trace.part(range(3, 3)).last_call == 4
+
+
+def waits(m, x):
+    hidden = m.a(x)
+    while hidden.norm() > 1:
+        hidden = hidden * 0.5
+    return m.c(m.b(hidden)).sum()
+
+
+def waits_for_a_flag(m, x):
+    hidden, is_done = m.a(x), False
+    while not is_done:
+        hidden = hidden * 0.5
+        is_done = hidden.norm() < 1
+    return m.c(m.b(hidden)).sum()
+
+
+def repeats_layers(m, x):
+    is_done = False
+    while not is_done:
+        x = m.b(m.a(x))
+        is_done = x.norm() < 1
+    return m.c(x).sum()
+
+
+def asks_often(m, x):
+    hidden = m.a(x)
+    for _ in range(200):
+        if hidden.norm() > 1:
+            hidden = hidden * 0.5
+    return m.c(m.b(hidden)).sum()
+
+
+@pytest.mark.parametrize("step", [waits, waits_for_a_flag, repeats_layers, asks_often])
+def test_loops_that_wait_for_a_value_end(step):
+    trace = follow(Model(step, **linears("a b c")), X)
+    assert [call.layer for call in trace.flow.calls] == [0, 1, 2]
+
+
+def test_a_line_that_is_often_asked_may_be_asked_in_several_traces():
+    """Its reads do not add up: a step is traced again to find out which answers it can go on with."""
+
+    def step(m, x):
+        hidden = m.a(x)
+        for _ in range(40):
+            if hidden.isnan().any():
+                hidden = hidden * 0
+        if hidden.sum() > 3:
+            hidden = hidden + 1
+        return m.b(hidden).sum()
+
+    trace = follow(Model(step, **linears("a b")), X)
+    assert [call.layer for call in trace.flow.calls] == [0, 1]
