@@ -975,7 +975,7 @@ def test_loops_that_wait_for_a_value_end(step):
 
 
 def test_a_line_that_is_often_asked_may_be_asked_in_several_traces():
-    """Its reads do not add up: a step is traced again to find out which answers it can go on with."""
+    """Its reads do not add up: a step is traced again to find out with what it can go on."""
 
     def step(m, x):
         hidden = m.a(x)
