@@ -212,8 +212,15 @@ class RemoteTensor(Tensor):
             is_parameter = isinstance(self, nn.Parameter)
             like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
             return _unpickled, (like, self.computed_from, self.requires_grad, is_parameter)
-        raise LayerError(
-            f"A tensor cannot be pickled here: it lives with {_named(self.computed_from)}, on "
+        raise self._saving("pickled")
+
+    def data_ptr(self) -> int:
+        """Raises LayerError: safetensors, and so ``save_pretrained``, would save what is there."""
+        raise self._saving("saved, nor its memory be used,")
+
+    def _saving(self, saved: str) -> LayerError:
+        return LayerError(
+            f"A tensor cannot be {saved} here: it lives with {_named(self.computed_from)}, on "
             f"{_stages(self.computed_from)}. Save it with `trainer.save_checkpoint`, as a part of "
             "the state dict of the LightningModule or of a callback, which is completed there; "
             "or after the run, when every rank has the whole model."

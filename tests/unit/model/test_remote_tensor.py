@@ -199,6 +199,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda p: torch.tensor([p.detach().sum()]),
     "max": lambda p: max(p.detach().flatten()),
     "save": lambda p: torch.save(p, io.BytesIO()),
+    # As safetensors does.
+    "data_ptr": lambda p: p.data_ptr(),
 }
 
 
