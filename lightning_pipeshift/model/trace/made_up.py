@@ -13,6 +13,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.gates.side_outputs import SideOutput
+from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import substituted
 from lightning_pipeshift.model.trace.graph_links import joined
 from lightning_pipeshift.model.trace.placeholder import Placeholder
@@ -52,7 +53,12 @@ def run_made_up(
             return tensor.detach().clone()
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
 
-    numbers = [made_up(x) if isinstance(x, Tensor) else x for x in leaves]
+    def argument(tensor: Tensor) -> Tensor:
+        # What is computed from it shows whether gradients flow to it. The layer may write to it.
+        number = made_up(tensor)
+        return GradientBox(number).open() if tensor.requires_grad else number
+
+    numbers = [argument(x) if isinstance(x, Tensor) else x for x in leaves]
     real: dict[int, Tensor] = {}
     for slot in slots:
         tensor = slot.get()

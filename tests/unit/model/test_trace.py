@@ -12,6 +12,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.gates.layers import find_layers
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.inputs.flow import Value
 from tests.unit.model.following import CPU, Model, follow, linears, payloads, table
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -988,3 +989,40 @@ def test_a_line_that_is_often_asked_may_be_asked_in_several_traces():
 
     trace = follow(Model(step, **linears("a b")), X)
     assert [call.layer for call in trace.flow.calls] == [0, 1]
+
+
+class Chooses(nn.Module):
+    """Needs real tensors, as extensions in C++ do: the trace runs it on made-up ones."""
+
+    def __init__(self, is_trained):
+        super().__init__()
+        self.router = nn.Linear(4, 2).requires_grad_(False)
+        self.expert = nn.Linear(4, 4).requires_grad_(is_trained)
+
+    def forward(self, x):
+        if type(x) is not torch.Tensor:
+            raise TypeError(f"a {type(x).__name__} has no memory")
+        return x + self.expert(x), self.router(x)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_gradients_flow_through_frozen_parts_of_a_layer_that_needs_values(is_trained):
+    def step(m, x):
+        hidden, scores = m.b(m.a(x))
+        return m.c(hidden).sum() + scores.square().sum()
+
+    parts: dict[str, nn.Module] = {**linears("a c"), "b": Chooses(is_trained)}
+    trace = follow(Model(step, a=parts["a"], b=parts["b"], c=parts["c"]), X)
+    (index,) = {call.layer for call in trace.flow.calls if len(call.leaves) == 2}
+    both = {Value(index, 0, 0), Value(index, 0, 1)}
+    assert both <= trace.tracked
+    assert both <= trace.flow.differentiable
+
+
+def test_what_a_frozen_layer_makes_of_the_batch_needs_no_gradient():
+    def step(m, x):
+        hidden, scores = m.b(x)
+        return m.c(hidden).sum() + scores.square().sum()
+
+    trace = follow(Model(step, b=Chooses(False), c=linears("c")["c"]), X)
+    assert not {value for value in trace.tracked if len(trace.flow.calls[value.layer].leaves) == 2}
