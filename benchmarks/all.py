@@ -104,7 +104,7 @@ RUNS = (
         "memory_predictions --models gpt2 vit --num-runs 2 --num-steps 3",
         (*PLANNING, *STEP),
     ),
-    Run("memory_peaks", "memory_peaks", (*PLANNING, *STEP)),
+    Run("memory_peaks", "memory_peaks --models mlp vit gpt2 vocabulary", (*PLANNING, *STEP)),
     Run("waiting_weights", "waiting_weights --num-rounds 2", STEP),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),
     Run(

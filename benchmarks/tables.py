@@ -390,9 +390,9 @@ def memory_peaks(results: Values) -> Rows:
         rows.append(
             [
                 model,
-                f"{{{where} / num_runs}}",
-                f"{{{where} / num_over}}",
-                f"{{{where} / num_over_first}}",
+                f"{{{where} / num_runs d}}",
+                f"{{{where} / num_over d}}",
+                f"{{{where} / num_over_first d}}",
                 f"{{{where} / least_predicted .2f}} to {{{where} / most_predicted .2f}}",
             ]
         )

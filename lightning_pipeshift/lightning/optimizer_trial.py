@@ -89,7 +89,8 @@ def _updated(optimizer: Optimizer, device: torch.device, parity: int | None) -> 
                 parameter.grad = gradient * (_FACTOR if number % 2 == parity else 1.0)
         return torch.ones((), device=device)
 
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
         torch.manual_seed(0)
         for _ in range(_NUM_STEPS):
             step_without_hooks(tried)(closure=closure)

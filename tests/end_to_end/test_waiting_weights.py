@@ -161,7 +161,7 @@ def test_what_is_held_is_within_the_budget() -> None:
 def test_the_weights_of_compiled_layers_stay_and_those_of_others_move() -> None:
     (expected,), (found,) = (
         run_ranks(train, 1, budget, module=Compiled)
-        for budget in (None, 1.9 * MODEL_BYTES + ROOM_BYTES)
+        for budget in (None, 1.95 * MODEL_BYTES + ROOM_BYTES)
     )
     assert same_bits(found, expected)
     plan = found["plan"]
@@ -178,7 +178,7 @@ def test_a_checkpoint_goes_on_with_another_split_and_another_budget(tmp_path: Pa
     assert {name: value.shape for name, value in saved.items()} == {
         name: value.shape for name, value in Trains().state_dict().items()
     }
-    for num_ranks, budget in ((2, 1.2 * MODEL_BYTES + ROOM_BYTES), (1, None)):
+    for num_ranks, budget in ((2, 1.3 * MODEL_BYTES + ROOM_BYTES), (1, None)):
         found = run_ranks(train, num_ranks, budget, num_batches=3, max_epochs=2, resume=path)
         assert same_bits(found[0], expected[0])
 

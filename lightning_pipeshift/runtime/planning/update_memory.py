@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import step_without_hooks
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import leaves_of
 
@@ -85,8 +86,7 @@ def _tried(
     there += leaves_of(dict(other.state))
     known = [x for x in there if isinstance(x, Tensor)]
     with torch.no_grad(), LiveBytes(device, known) as live:
-        # Without hooks that others have registered for the steps of all optimizers.
-        inspect.unwrap(kind.step)(other)
+        step_without_hooks(other)()
     # Of the state, a few numbers are as large as those of any parameter.
     taken: int = live.peak_bytes - live.num_bytes
     return round(taken / parameters[0].nbytes, 2)
