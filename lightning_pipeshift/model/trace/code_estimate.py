@@ -34,7 +34,7 @@ class CodeEstimate(OperationMode):
     def __init__(self, device: torch.device, held: Iterable[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved: dict[int, list[SavedTensor]] = {}
-        """What the code around each layer saves, by layer."""
+        """The tensors that the code around each layer saves, by layer."""
         self.working_bytes: dict[int, int] = {}
         """The most that it takes for a moment, beyond what it saves."""
         self._device = device

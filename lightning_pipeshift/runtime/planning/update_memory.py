@@ -38,7 +38,7 @@ class UpdateMemory(NamedTuple):
     at_once: bool = False
 
     def num_bytes(self, sizes: Sequence[int]) -> int:
-        """What an update of some parameters takes for a moment.
+        """The bytes of temporary results, while some parameters are updated.
 
         Args:
             sizes: the bytes of the parameters.
@@ -50,7 +50,7 @@ class UpdateMemory(NamedTuple):
 
 
 def update_memory(optimizers: Iterable[Optimizer], device: torch.device) -> UpdateMemory:
-    """What the updates of the most demanding of these optimizers take for a moment.
+    """The temporary results of the most demanding of these optimizers.
 
     Args:
         optimizers: those of the run. One that cannot be tried like this counts as if it took
@@ -74,7 +74,7 @@ def update_memory(optimizers: Iterable[Optimizer], device: torch.device) -> Upda
 def _tried(
     optimizer: Optimizer, group: Mapping[str, Any], count: int, device: torch.device
 ) -> float:
-    """What an update of some parameters takes for a moment, relative to the size of one."""
+    """The size of the temporary results of an update, relative to that of one parameter."""
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters
     options = {name: group[name] for name in optimizer.defaults if name in accepted}
