@@ -202,7 +202,8 @@ class Replanning:
             self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
-        updates = update_memory(optimizers or (), self._device)
+        # Trying them takes a while; without measurements no plan asks for their memory.
+        updates = update_memory((optimizers or ()) if self.measures else (), self._device)
         self._updates_at_once = updates.at_once
         self._layers = layers_of(gates, trace, optimizers, updates, self.waiting_bytes)
         self._samples, self._batch_bytes = samples, batch_bytes
