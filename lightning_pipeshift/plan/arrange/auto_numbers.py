@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, without_stack
-from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES, candidate_counts
+from lightning_pipeshift.plan.arrange.groupings import candidate_counts
 from lightning_pipeshift.plan.arrange.num_microbatches import fewest
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.planner import arrange as best_arrangement
@@ -104,7 +104,7 @@ def choose_numbers(
     if not found:
         raise errors[0]
     rates = {count: best.samples_per_second for count, best in found.items()}
-    count = fewest(rates)
+    count = fewest(rates, request.effort.worth_changing)
     ranks = Topology(found[count].ranks)
     if options.virtual_machines != "auto":
         ranks = topology
@@ -123,10 +123,10 @@ def _requests(
 ) -> Iterator[PlanRequest]:
     """One request for each number of virtual machines."""
     is_usual = options.microbatches is None and saved is None
-    counts = candidate_counts(cluster.devices)
+    counts = candidate_counts(cluster.devices, request.effort)
     if request.num_virtual_machines is not None:
         counts = (request.num_virtual_machines,)
-    elif cluster.num_ranks > MOST_STAGES and not is_usual:
+    elif cluster.num_ranks > request.effort.stages and not is_usual:
         # One search for all numbers leaves out those that cannot be the best.
         yield request
         return

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
-from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES
-from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
-
-_ALIKE: Final = 1.01
-"""Times that differ by less are equal."""
-
-_ROUNDS: Final = 4
-"""The number of corrections; after these, the remaining difference is the rounding to whole
-samples.
-"""
 
 
 def balanced_shares(
@@ -47,7 +37,8 @@ def balanced_shares(
     stands = [same[pair] for pair in pairs]
     all_sizes = placer.sizes(count, first.batch_shares)
     sizes = {vm: all_sizes[vm] for vm in same.values()}
-    for _ in range(_ROUNDS):
+    effort, before = placer.request.effort, math.inf
+    while True:
         times = {
             vm: cost.alone(
                 placer.workload(first.links, first.ranks[vm], size, first.microbatches),
@@ -55,14 +46,18 @@ def balanced_shares(
             )
             for vm, size in sizes.items()
         }
-        if not min(times.values()) or max(times.values()) <= _ALIKE * min(times.values()):
+        shortest, longest = min(times.values()), max(times.values())
+        ratio = longest / shortest if shortest else 1.0
+        # A difference that remains may be the rounding to whole samples.
+        if ratio <= effort.alike or ratio * effort.alike >= before:
             break
+        before = ratio
         wanted = {vm: size / times[vm] for vm, size in sizes.items()}
         unit = placer.total(count) / sum(wanted[vm] for vm in stands)
         sizes = {vm: size * unit for vm, size in wanted.items()}
-    best, fitting, least = first, cuts, cost.step(first, cuts) / WORTH_CHANGING
+    best, fitting, least = first, cuts, cost.step(first, cuts) / effort.worth_changing
     # If a correction exceeds a device's memory, a part of it is tried.
-    is_large = placer.cluster.num_ranks > MOST_STAGES
+    is_large = placer.cluster.num_ranks > effort.stages
     for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
         wished = [
             size + part * (sizes[vm] - size) for vm, size in zip(stands, all_sizes, strict=True)

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.integer_programming import optimal_cut
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
-
-_HIDDEN: Final = 1.03
-"""If rings make a step longer by less than this factor, they count as hidden."""
 
 Cuts = tuple[Cut, ...]
 """One for each virtual machine."""
@@ -189,7 +186,7 @@ class Evaluator:
         seconds = cost.step(placed, cuts)
         pairs = dict.fromkeys(zip(placed.workloads, cuts, strict=True))
         alone = max(cost.alone(workload, cut) for workload, cut in pairs)
-        if seconds - self.profile.step_seconds <= _HIDDEN * alone:
+        if seconds - self.profile.step_seconds <= self.request.effort.worth_changing * alone:
             return cuts
         others = self._solved(placed, self._hindrance(placed), careful)
         return others if cost.step(placed, others) < seconds else cuts
@@ -279,7 +276,8 @@ class Evaluator:
         if careful and self.request.solver == "search":
             anywhere = replace(hindered, allowed=possible)
             between = cuts_to_try(self.profile, workload.num_stages)
-            return best_cut_of(anywhere, between, self.request.recompute)
+            effort = self.request.effort
+            return best_cut_of(anywhere, between, self.request.recompute, effort=effort)
         make = self._exact_cut if careful else self._quick_cut
         try:
             return make(workload, hindered)

@@ -12,13 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.batch_shares import balanced_shares
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
-    MOST_STAGES,
     Groups,
     candidate_counts,
     groupings,
@@ -26,7 +25,6 @@ from lightning_pipeshift.plan.arrange.groupings import (
     ring_order,
 )
 from lightning_pipeshift.plan.arrange.num_microbatches import (
-    MOST_ACTIONS,
     fewest,
     numbers_of_slices,
     resliced,
@@ -44,14 +42,10 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 )
 from lightning_pipeshift.plan.cost.pace import Objective
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-_PROMISING: Final = 0.9
-"""Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
 
 
 class _Look(NamedTuple):
@@ -124,7 +118,7 @@ class GroupingSearch:
             "stages wait for each other": alone - again - busy,
         }
         limit = max(lost, key=lambda name: lost[name])
-        if lost[limit] < (1 - _PROMISING) * alone:
+        if lost[limit] < (1 - self._effort.promising) * alone:
             limit = "all devices compute nearly all the time"
         self._tried[depth] = Tried(depth, look.rate, limit)
 
@@ -156,7 +150,7 @@ class GroupingSearch:
         """Whether a grouping cannot come near the best of those evaluated."""
         if self._cluster.num_ranks <= self._effort.few_ranks or not seen:
             return False
-        promising = _PROMISING * max(look.rate for look in seen)
+        promising = self._effort.promising * max(look.rate for look in seen)
         if self._most_per_second(groups) < promising:
             return True
         # With many devices, deeper pipelines have larger bubbles, and hide their rings better. Once
@@ -181,7 +175,7 @@ class GroupingSearch:
             yield topology.ranks
             return
         depths = request.depths(num_ranks)
-        counts = candidate_counts(self._cluster.devices)
+        counts = candidate_counts(self._cluster.devices, self._effort)
         if depths is not None:
             counts = (len(depths),)
         elif request.num_virtual_machines is not None:
@@ -192,7 +186,9 @@ class GroupingSearch:
                 raise PlanError(
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
                 )
-            for groups in groupings(self._cluster, count, self._placer.powers, self._alike, depths):
+            for groups in groupings(
+                self._cluster, count, self._placer.powers, self._alike, depths, self._effort
+            ):
                 try:
                     require_equal_depths(request.schedule, map(len, groups))
                 except PlanError as error:
@@ -209,7 +205,7 @@ class GroupingSearch:
         if not isinstance(self._request.partition, str):
             return groups
         if shares is None:
-            groups = ring_order(self._cluster, groups)
+            groups = ring_order(self._cluster, groups, self._effort.stages)
             if self._request.schedule in ASYNCHRONOUS:
                 # The ring stays the same, with one of the deepest virtual machines first.
                 first = max(range(len(groups)), key=lambda vm: (len(groups[vm]), -vm))
@@ -295,7 +291,10 @@ class GroupingSearch:
         if placed.batch_shares != self._request.batch_shares:
             with suppress(PlanError):
                 equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
-                if found.samples_per_second < WORTH_CHANGING * equal.samples_per_second:
+                if (
+                    found.samples_per_second
+                    < self._effort.worth_changing * equal.samples_per_second
+                ):
                     return equal
         return found
 
@@ -314,7 +313,7 @@ class GroupingSearch:
     @property
     def _is_large(self) -> bool:
         """Whether there are too many devices for a thorough search."""
-        return self._cluster.num_ranks > MOST_STAGES
+        return self._cluster.num_ranks > self._effort.stages
 
     @staticmethod
     def _num_actions(placed: Candidate) -> int:
@@ -334,7 +333,7 @@ class GroupingSearch:
         self, placed: Candidate, ranked: Sequence[tuple[Groups, float]]
     ) -> Candidate:
         """Returns the choice with its stages in the best of these orders."""
-        ranks = best_order(ranked, self._preferred(placed))
+        ranks = best_order(ranked, self._preferred(placed), self._effort.worth_changing)
         return placed if ranks == placed.ranks else self._in_order(placed, ranks)
 
     def _ranked(self, placed: Candidate, cost: CostModel, most: int) -> list[tuple[Groups, float]]:
@@ -348,8 +347,8 @@ class GroupingSearch:
         # The time for a fixed number of orders varies from milliseconds to minutes.
         most = min(
             most,
-            MOST_ACTIONS // (self._num_actions(placed) + 64),
-            MOST_ACTIONS // self._cluster.num_ranks // 2,
+            self._effort.actions // (self._num_actions(placed) + 64),
+            self._effort.actions // self._cluster.num_ranks // 2,
         )
 
         def seconds(ranks: Groups) -> float:
@@ -404,7 +403,7 @@ class GroupingSearch:
         for shares in self._first_shares(groups):
             rates = slices(self._placer, groups, shares)
             # Smaller slices take less memory.
-            for count in sorted({fewest(rates), max(rates)}):
+            for count in sorted({fewest(rates, self._effort.worth_changing), max(rates)}):
                 placed = self._placer.placed(groups, count, shares)
                 try:
                     self._placer.cuts(placed)
@@ -422,7 +421,7 @@ class GroupingSearch:
             powers = tuple(
                 math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
             )
-            if max(powers) > WORTH_CHANGING * min(powers):
+            if max(powers) > self._effort.worth_changing * min(powers):
                 yield powers
 
     def _in_fitting_order(self, placed: Candidate) -> Candidate | None:

@@ -13,28 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise, permutations
-from typing import Final
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.shares import shared_out
 
 Groups = tuple[tuple[int, ...], ...]
 """The ranks of each virtual machine, in the order of the hosts."""
 
-MOST_STAGES: Final = 64
-"""Deeper pipelines are not tried: they are mostly idle, and take long to plan."""
 
-_FEW: Final = 8
-"""If there are at most this many groupings for a number of virtual machines, all are tried."""
-
-_FEW_RANKS: Final = 6
-"""With more ranks, the groupings are not even counted."""
-
-_MOST_ROUND: Final = 32
-"""With more virtual machines, their order in rings remains that of the hosts."""
-
-
-def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
+def candidate_counts(devices: Sequence[Device], effort: Effort = USUAL) -> tuple[int, ...]:
     """How many virtual machines to try, the fewest first.
 
     The divisors of the number of devices; of many devices, those that make pipelines of about 1, 2,
@@ -45,17 +33,17 @@ def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
     num_ranks = len(devices)
     divisors = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0]
     kinds = Counter((device.kind, device.speed) for device in devices)
-    if num_ranks <= MOST_STAGES:
+    if num_ranks <= effort.stages:
         counts = set(divisors)
     else:
-        depths = [1 << exponent for exponent in range(MOST_STAGES.bit_length())]
+        depths = [1 << exponent for exponent in range(effort.stages.bit_length())]
         counts = {_near(num_ranks / depth, divisors) for depth in depths}
     counts.add(len({device.host for device in devices}))
-    if len(kinds) > 1 and num_ranks <= _FEW:
+    if len(kinds) > 1 and num_ranks <= effort.few_ranks:
         counts |= set(range(1, num_ranks + 1))
-    elif 1 < len(kinds) <= _FEW and num_ranks <= MOST_STAGES:
+    elif 1 < len(kinds) <= effort.few_ranks and num_ranks <= effort.stages:
         counts |= {math.gcd(*kinds.values()), *kinds.values()}
-    return tuple(sorted(count for count in counts if num_ranks <= count * MOST_STAGES))
+    return tuple(sorted(count for count in counts if num_ranks <= count * effort.stages))
 
 
 def _near(count: float, divisors: Sequence[int]) -> int:
@@ -70,6 +58,7 @@ def groupings(
     powers: Sequence[float],
     alike: Sequence[int],
     depths: Sequence[int] | None = None,
+    effort: Effort = USUAL,
 ) -> tuple[Groups, ...]:
     """Groupings of all ranks into ``count`` virtual machines.
 
@@ -84,6 +73,7 @@ def groupings(
         powers: the speed of each rank.
         alike: by rank, see :func:`~lightning_pipeshift.plan.arrange.stage_order.interchangeable`.
         depths: how many stages each virtual machine has, if that is fixed.
+        effort: the limits of the search.
     """
     num_ranks = cluster.num_ranks
     in_order = host_order(cluster)
@@ -99,14 +89,14 @@ def groupings(
         key = [tuple(sorted(alike[rank] for rank in ranks)) for ranks in groups]
         found.setdefault(tuple(key if depths is not None else sorted(key)), groups)
 
-    if num_ranks <= _FEW_RANKS:
+    if num_ranks <= effort.few_ranks:
         for groups in _every(in_order, count):
             for order in permutations(groups) if depths is not None else (groups,):
                 add(order)
-        if len(found) <= _FEW:
+        if len(found) <= effort.groupings_each:
             return tuple(found.values())
         found.clear()
-    for groups in _with_reasons(cluster, in_order, count, powers, depths):
+    for groups in _with_reasons(cluster, in_order, count, powers, depths, effort.stages):
         add(groups)
     return tuple(found.values())
 
@@ -122,16 +112,18 @@ def host_order(cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted(ranks, key=lambda rank: (hosts[cluster.devices[rank].host], rank)))
 
 
-def ring_order(cluster: Cluster, machines: Sequence[Sequence[int]]) -> Groups:
+def ring_order(
+    cluster: Cluster, machines: Sequence[Sequence[int]], most: int = USUAL.stages
+) -> Groups:
     """The virtual machines in their order in the rings.
 
     A ring runs at the speed of its slowest link. So this returns the cycle whose slowest link is
     the fastest, and among these the one with the least total time; of equal ones, the first in the
     given order. All cycles are tried up to 7 virtual machines; beyond that, segments of the cycle
-    are reversed while that helps (2-opt).
+    are reversed while that helps (2-opt). More than ``most`` stay in the order of the hosts.
     """
     count = len(machines)
-    if not (cluster.hosts or cluster.ranks) or not 4 <= count <= _MOST_ROUND:
+    if not (cluster.hosts or cluster.ranks) or not 4 <= count <= most:
         # A host's virtual machines are neighbours already, or should be.
         return tuple(map(tuple, machines))
     apart = [[_apart(cluster, one, other) for other in machines] for one in machines]
@@ -175,6 +167,7 @@ def _with_reasons(
     count: int,
     powers: Sequence[float],
     depths: Sequence[int] | None,
+    most_ranks: int,
 ) -> Iterator[Groups]:
     devices = cluster.devices
     even = list(depths) if depths is not None else shared_out(len(in_order), [1.0] * count)
@@ -207,7 +200,7 @@ def _with_reasons(
     hosts: dict[str, list[int]] = {}
     for rank in in_order:
         hosts.setdefault(devices[rank].host, []).append(rank)
-    is_small = len(in_order) <= MOST_STAGES
+    is_small = len(in_order) <= most_ranks
     if depths is None and is_small and 1 < len(hosts) <= count:
         yield sorted_up(_shared_out(list(hosts.values()), count))
     # Across the hosts: gradients stay inside.

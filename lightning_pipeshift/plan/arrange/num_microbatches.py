@@ -11,24 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from statistics import median
-from typing import Final
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.pace import Objective
-
-_WORTH: Final = 1.01
-"""The factor by which more microbatches must increase the samples per second."""
-
-MOST_ACTIONS: Final = 1 << 14
-"""The largest product of stages and microbatches that PipeShift chooses, and that is simulated to
-find the best order: the simulator takes a second for it.
-"""
-
-_MOST_TRIED: Final = 4
-"""How many numbers are tried on the simulator."""
 
 
 def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
@@ -82,7 +70,7 @@ def numbers_of_slices(request: PlanRequest, num_stages: int) -> list[int]:
     return sorted(
         count
         for count in counts
-        if count == 1 or (count <= most and count * num_stages <= MOST_ACTIONS)
+        if count == 1 or (count <= most and count * num_stages <= request.effort.actions)
     )
 
 
@@ -92,16 +80,18 @@ def resliced(placer: Evaluator, placed: Candidate) -> Candidate:
     if len(rates) == 1:
         return placed
     found: dict[int, float] = {}
-    for count in {placed.microbatches, *sorted(rates, key=rates.__getitem__)[-_MOST_TRIED:]}:
+    effort = placer.request.effort
+    best = sorted(rates, key=rates.__getitem__)[-effort.microbatches_tried :]
+    for count in {placed.microbatches, *best}:
         # The best number in closed form may not fit.
         with suppress(PlanError):
             sliced = placer.placed(placed.ranks, count, placed.batch_shares)
             cuts = placer.cuts(sliced)
             found[count] = placer.rate(sliced, cuts, placer.simulator)
-    return placer.placed(placed.ranks, fewest(found), placed.batch_shares)
+    return placer.placed(placed.ranks, fewest(found, effort.worth_changing), placed.batch_shares)
 
 
-def fewest(rates: Mapping[int, float]) -> int:
-    """The smallest number of microbatches that is nearly as good as the best."""
-    limit = max(rates.values()) / _WORTH
+def fewest(rates: Mapping[int, float], worth: float) -> int:
+    """The smallest number with at least the highest rate divided by ``worth``."""
+    limit = max(rates.values()) / worth
     return min(count for count, rate in rates.items() if rate >= limit)

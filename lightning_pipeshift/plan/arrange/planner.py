@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
@@ -30,18 +30,13 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 )
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.effort import WORTH_CHANGING
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.offload.cut_search import PARTS, best_split, fastest
+from lightning_pipeshift.plan.offload.cut_search import best_split, fastest
 from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import WORTH_INSIDE
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-_EQUAL_STEPS: Final = 1.05
-"""Steps that differ by less count as equal until the swaps are known."""
 
 
 def arrange(profile: Profile, cluster: Cluster, request: PlanRequest) -> Arrangement:
@@ -109,10 +104,11 @@ class _Option(NamedTuple):
     score: tuple[float, float]
     """That of the best mapping: :func:`~lightning_pipeshift.plan.offload.peers.mapping_score`."""
 
-    @property
-    def promise(self) -> tuple[int, tuple[float, float], float]:
-        """A sort key: lower is more promising."""
-        size = round(math.log(self.seconds, _EQUAL_STEPS)) if self.seconds > 0 else 0
+    def promise(self, alike: float) -> tuple[int, tuple[float, float], float]:
+        """A sort key: lower is more promising. Steps that differ by less than the factor ``alike``
+        count as equal until the swaps are known.
+        """
+        size = round(math.log(self.seconds, alike)) if self.seconds > 0 else 0
         return size, self.score, self.seconds
 
 
@@ -172,7 +168,7 @@ class _Planner:
             if self._request.solver == "search":
                 yield [_with_saved(profile, 0.0)]
             return
-        yield [_with_saved(profile, part) for part in PARTS]
+        yield [_with_saved(profile, part) for part in self._request.effort.saved_parts]
         if self._request.schedule in ASYNCHRONOUS:
             return
         if not profile.state_stays:
@@ -241,14 +237,16 @@ class _Planner:
     ) -> tuple[Order, Compressed]:
         """The best order that is found, and the handling of saved tensors in it."""
         given = start.ranks[vm]
-        options = sorted(self._options(placer, start, placed, vm), key=lambda one: one.promise)
+        effort = self._request.effort
+        options = self._options(placer, start, placed, vm)
+        options.sort(key=lambda one: one.promise(effort.alike))
         # The best order for the step alone comes first: it may need no swaps.
         own = [option for option in options if option.order == given]
         others = [option for option in options if option.order != given]
         best: tuple[float, Order, Compressed] | None = None
         errors = []
-        for option in own + others[: self._request.effort.orders_compressed]:
-            reordered = 1.0 if option.order == given else WORTH_CHANGING
+        for option in own + others[: effort.orders_compressed]:
+            reordered = 1.0 if option.order == given else effort.worth_changing
             # Swaps can only make a step longer.
             if best is not None and reordered * option.seconds >= best[0]:
                 continue
@@ -263,7 +261,7 @@ class _Planner:
             is_worth_it = allowed.issuperset(made.cut.bounds[1:-1])
             # A start inside a block is so much faster than all others.
             is_worth_it |= made.cut.counts == start.cuts[vm].counts
-            seconds = reordered * (1.0 if is_worth_it else WORTH_INSIDE) * made.seconds
+            seconds = reordered * (1.0 if is_worth_it else effort.worth_inside) * made.seconds
             if best is None or seconds < best[0]:
                 best = seconds, option.order, made
         if best is None:
@@ -298,7 +296,7 @@ class _Planner:
                 spare = problem.spare_bytes(footprint)
                 needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
                 seconds = footprint.timeline.step_seconds
-                score = mapping_score(needs, spare, problem.links)
+                score = mapping_score(needs, spare, problem.links, problem.effort)
                 found.append(_Option(order, counts, seconds, score))
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.effort import USUAL, WORTH_CHANGING
+from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.profile import Profile
 
 Order = tuple[int, ...]
@@ -133,14 +133,17 @@ def ranked_orders(
     return sorted(tried.items(), key=lambda entry: entry[1])
 
 
-def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orders:
-    """The fastest order, or of those that take at most 2 % longer the one nearest to ``machines``.
+def best_order(
+    ranked: Sequence[tuple[Orders, float]], machines: Orders, worth: float = USUAL.worth_changing
+) -> Orders:
+    """The fastest order, or of those that are slower by less than the factor ``worth``, the one
+    nearest to ``machines``.
 
     Args:
         ranked: orders with their step times, as of :func:`ranked_orders`.
         machines: the ranks of each virtual machine, in the preferred order.
     """
-    limit = WORTH_CHANGING * min(seconds for _, seconds in ranked)
+    limit = worth * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
     return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from lightning_pipeshift.plan.cost.memory_model import Footprint
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
@@ -17,10 +17,6 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, Swap
 from lightning_pipeshift.plan.offload.peers import Lenders, shares_of
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-
-_WORK_WEIGHT: Final = 1e-3
-"""The weight of a second of a link's time, or of recomputation, in seconds of the step: of equally
-fast plans, the one that moves and recomputes less is better."""
 
 Tensor = tuple[int, int]
 """A saved tensor: its layer and its number."""
@@ -116,7 +112,11 @@ class Assignments:
             swaps = [swap for part in parts.values() for swap in part.swaps]
             found = self.problem.footprints.of(self._recomputing(parts), swaps)
             work = math.fsum(part.work_seconds for part in parts.values())
-            seconds = found.timeline.step_seconds + found.late_seconds + _WORK_WEIGHT * work
+            seconds = (
+                found.timeline.step_seconds
+                + found.late_seconds
+                + self.problem.effort.work_weight * work
+            )
             excess = math.fsum(map(sum, self.problem.lacking_bytes(found)))
             self._known[key] = found, Score(excess, seconds)
         return self._known[key]

@@ -32,15 +32,6 @@ from lightning_pipeshift.plan.offload.peers import Lenders, mappings
 from lightning_pipeshift.plan.offload.policy_choices import chosen
 from lightning_pipeshift.plan.offload.problem import Problem
 
-SMALLEST_BYTES: Final = 1 << 16
-"""A smaller tensor is swapped only if nothing else fits."""
-
-CLOSE: Final = 1.001
-"""A result within this factor of the lower bound is not improved further."""
-
-_LIKE_SECONDS: Final = 1.2
-"""Layers whose forwards differ by less than this factor count as equal."""
-
 
 class Option(NamedTuple):
     """How a layer's tensors may be handled: a :data:`Way`, or ``"keep"``.
@@ -73,6 +64,7 @@ class Search:
         self._score, self._footprint = self.assignments.score, self.assignments.footprint
         self._sizes, self._owner = problem.sizes, self.assignments.owner
         self._stages = self.assignments.stages
+        self._effort = problem.effort
         self._most_trials = problem.effort.trials(len(self._sizes))
         self._lenders: dict[int, list[Lenders]] = {}
         #: By stage and option, the last known cost of a freed byte.
@@ -136,7 +128,7 @@ class Search:
     def _is_good(self, score: Score) -> bool:
         # The step without swaps is a lower bound.
         least = self.assignments.uncompressed.timeline.step_seconds
-        return not score.excess_bytes and score.seconds <= CLOSE * least
+        return not score.excess_bytes and score.seconds <= self._effort.close * least
 
     # --- what may change ---
 
@@ -162,7 +154,7 @@ class Search:
     def _way(self, key: Tensor, option: Option) -> Way | Literal["keep"]:
         """How a tensor is handled if its layer's option is this one; small ones do not move."""
         way = option.costly if key in self._costly else option.others
-        is_small = self._sizes[key] < SMALLEST_BYTES
+        is_small = self._sizes[key] < self._effort.smallest_bytes
         return "keep" if is_small and way is not None else way
 
     def _with(
@@ -190,7 +182,7 @@ class Search:
     def _with_free_recomputation(self, start: Assigned) -> Assigned:
         """Recomputes as many layers of each stage as make the step no longer."""
         now = start
-        most = CLOSE * self._score(start).seconds
+        most = self._effort.close * self._score(start).seconds
         for stage in self._stages:
             groups = self._candidates(now, stage, RECOMPUTE)
 
@@ -211,7 +203,7 @@ class Search:
         needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
         return [
             {stage: [lenders] for stage, lenders in mapping.items() if lenders}
-            for mapping in mappings(needs, spare, self._links)
+            for mapping in mappings(needs, spare, self._links, self._effort)
         ]
 
     # --- until it fits ---
@@ -250,7 +242,11 @@ class Search:
         """Frees memory of a stage with the best option, as long as no other becomes better."""
         score = self._score(now)
         # A rate at which all stages together would lose next to nothing.
-        free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
+        free = (
+            (self._effort.close - 1) * score.seconds / score.excess_bytes
+            if score.excess_bytes
+            else 0.0
+        )
         # Rates hardly ever fall as memory fills up: an earlier one is a lower bound.
         known = {
             option: self._rates.get((stage, option), 0.0) for option in self._common_options(stage)
@@ -269,7 +265,7 @@ class Search:
             return now
         best = min(candidates, key=known.__getitem__)
         second = sorted(filter(math.isfinite, known.values()))[:2][-1]
-        limit = max(_LIKE_SECONDS * known[best], second, free)
+        limit = max(self._effort.alike * known[best], second, free)
         groups, count = candidates[best], 1
         now = self._with(now, groups[0], best)
         while count < len(groups) and stage in self._short_stages(now):
@@ -321,7 +317,7 @@ class Search:
             [key]
             for keys in groups
             for key in sorted(keys, key=lambda key: -self._sizes[key])
-            if self._sizes[key] >= SMALLEST_BYTES
+            if self._sizes[key] >= self._effort.smallest_bytes
             and (key not in now or (now[key] != option.others and lacking & {*(now[key] or ())}))
         ]
 
@@ -389,7 +385,7 @@ class Search:
         for layer, keys in sorted(groups.items()):
             seconds = float(self._problem.workload.forward[stage, layer])
             state = tuple((self._sizes[key], now.get(key, "keep")) for key in keys)
-            alike.setdefault((state, _roughly(seconds)), []).append(layer)
+            alike.setdefault((state, _roughly(seconds, self._effort.alike)), []).append(layer)
         for layer in itertools.chain(*(sorted({each[0], each[-1]}) for each in alike.values())):
             parts: Groups = [groups[layer]]
             if one_by_one:
@@ -425,6 +421,6 @@ def _rate(before: Score, after: Score) -> float:
     return max(0.0, after.seconds - before.seconds) / gain if gain > 0 else math.inf
 
 
-def _roughly(seconds: float) -> int | None:
+def _roughly(seconds: float, alike: float) -> int | None:
     """A key that is equal for times that differ by measurement noise only."""
-    return round(math.log(seconds) / math.log(_LIKE_SECONDS)) if seconds > 0 else None
+    return round(math.log(seconds) / math.log(alike)) if seconds > 0 else None

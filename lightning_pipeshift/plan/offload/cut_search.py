@@ -14,27 +14,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.cost.workload import Counts, Cut
-from lightning_pipeshift.plan.offload.assignment_search import (
-    CLOSE,
-    SMALLEST_BYTES,
-    Search,
-)
+from lightning_pipeshift.plan.offload.assignment_search import Search
 from lightning_pipeshift.plan.offload.budget_error import over_budget
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, neighbours
-
-PARTS: Final = (0.0, 0.5, 1.0)
-"""The fractions of their saved tensors that must fit on stages in searches for virtual machines,
-orders and cuts, if tensors may be swapped: 0 if all may be, 1 if none is."""
 
 
 def best_split(
@@ -74,16 +66,19 @@ def _proposals(problem: Problem, start: Sequence[Cut]) -> list[Counts]:
     """
     workload, worthwhile = problem.workload, _worthwhile(problem)
     given = [cut for cut in start if workload.is_allowed(cut)]
+    effort = problem.effort
     found = []
-    for part in PARTS if problem.policy is not None else (1.0,):
+    for part in effort.saved_parts if problem.policy is not None else (1.0,):
         with suppress(PlanError):
             assumed = workload.with_saved(part)
-            found.append(best_cut_of(assumed, worthwhile, problem.recompute, given).counts)
+            cut = best_cut_of(assumed, worthwhile, problem.recompute, given, effort=effort)
+            found.append(cut.counts)
     if found and problem.policy is None:
         return found
     if not found:
         boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
-        found.append(best_cut_of(boundless, worthwhile, problem.recompute).counts)
+        cut = best_cut_of(boundless, worthwhile, problem.recompute, effort=effort)
+        found.append(cut.counts)
     even = uniform(workload.num_layers, workload.num_stages, problem.profile.possible_cuts)
     found += [cut.counts for cut in (Cut(even), *given) if workload.is_allowed(cut)]
     return list(dict.fromkeys(found))
@@ -125,7 +120,7 @@ def fastest(problem: Problem, cuts: Sequence[Counts], allowed: Collection[int] =
             moved = _with_less_moved(problem, moved, name)
         if found is None or moved.seconds < found.seconds:
             found = moved
-        if found.seconds <= CLOSE * found.uncompressed.timeline.step_seconds:
+        if found.seconds <= problem.effort.close * found.uncompressed.timeline.step_seconds:
             break
     if found is None:
         assert error is not None
@@ -147,7 +142,9 @@ def movable(problem: Problem, what: str) -> frozenset[int]:
     if not all(limit.host_bytes for limit in problem.limits):
         return frozenset()
     sizes = getattr(workload, what)
-    return frozenset(layer for layer, size in enumerate(sizes) if size >= SMALLEST_BYTES)
+    return frozenset(
+        layer for layer, size in enumerate(sizes) if size >= problem.effort.smallest_bytes
+    )
 
 
 def _with_less_moved(problem: Problem, moved: Compressed, name: str) -> Compressed:
@@ -212,7 +209,7 @@ def _climbed(
         bounds |= dict(zip(new, seconds, strict=True))
         for counts in sorted(new, key=bounds.__getitem__):
             is_over = found is not None and num_trials > most
-            if is_over or (not best[0] and bounds[counts] * CLOSE >= best[1]):
+            if is_over or (not best[0] and bounds[counts] * problem.effort.close >= best[1]):
                 break
             search = Search(problem, Cut(counts))
             assigned, assignments = search.best(), search.assignments
@@ -227,7 +224,7 @@ def _climbed(
         if best == before or not allowed or found is None:
             break
         between = replace(workload, allowed=allowed)
-        near = neighbours(between, found.cut.counts)
+        near = neighbours(between, found.cut.counts, problem.effort.cuts_moved)
         cuts = [counts for counts in near if between.is_allowed(Cut(counts))]
     assert found is not None
     return None if best[0] else found, unfit or found

@@ -10,19 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from lightning_pipeshift.plan.cost.memory_timeline import Links
-
-_MOST_LENDERS: Final = 3
-"""The largest number of lenders for one stage."""
-
-_MOST_ASKED: Final = 6
-"""A stage's lenders are chosen among this many stages, those with the most spare memory."""
-
-_MOST_MAPPINGS: Final = 64
-_BEST_MAPPINGS: Final = 3
-"""How many mappings are extended from stage to stage, and how many are returned."""
+from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 
 Lenders = tuple[int, ...]
 """Stages that take tensors of another one."""
@@ -65,7 +56,7 @@ class _Mapping(NamedTuple):
 
 
 def mappings(
-    needs: Mapping[int, float], spare: Sequence[float], links: Links
+    needs: Mapping[int, float], spare: Sequence[float], links: Links, effort: Effort = USUAL
 ) -> list[dict[int, Lenders]]:
     """Mappings of stages to lenders, the best first.
 
@@ -73,32 +64,38 @@ def mappings(
         needs: bytes that stages lack.
         spare: bytes that each stage has left; negative values count as 0.
         links: between the stages.
+        effort: the limits of the search.
     """
-    return [mapping.lenders for mapping in _best(needs, spare, links)[:_BEST_MAPPINGS]]
+    return [
+        mapping.lenders for mapping in _best(needs, spare, links, effort)[: effort.mappings_tried]
+    ]
 
 
 def mapping_score(
-    needs: Mapping[int, float], spare: Sequence[float], links: Links
+    needs: Mapping[int, float], spare: Sequence[float], links: Links, effort: Effort = USUAL
 ) -> tuple[float, float]:
     """How well the best of these mappings fills spare memory and links, lower is better: the bytes
     that fit on no stage, and the seconds that the slowest link needs for the rest.
     """
-    return _best(needs, spare, links)[0].score(spare)
+    return _best(needs, spare, links, effort)[0].score(spare)
 
 
-def _best(needs: Mapping[int, float], spare: Sequence[float], links: Links) -> list[_Mapping]:
+def _best(
+    needs: Mapping[int, float], spare: Sequence[float], links: Links, effort: Effort
+) -> list[_Mapping]:
     best = [_Mapping({}, (0.0,) * len(spare))]
     # The stages with the largest needs first: only the best mappings of the first ones are kept.
     for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
         has_room = [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
         longer = []
         for mapping in best:
-            emptiest = sorted(has_room, key=lambda s: mapping.taken[s] - spare[s])[:_MOST_ASKED]
-            for count in range(_MOST_LENDERS + 1):
-                for lenders in itertools.combinations(sorted(emptiest), count):
+            emptiest = sorted(has_room, key=lambda s: mapping.taken[s] - spare[s])
+            asked = sorted(emptiest[: 2 * effort.lenders])
+            for count in range(effort.lenders + 1):
+                for lenders in itertools.combinations(asked, count):
                     longer.append(mapping.plus(stage, needs[stage], lenders, links))
         longer.sort(key=lambda mapping: mapping.score(spare))
-        best = longer[:_MOST_MAPPINGS]
+        best = longer[: effort.mappings]
     return best
 
 

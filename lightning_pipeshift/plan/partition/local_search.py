@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut, Workload
+from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
@@ -28,22 +29,14 @@ from lightning_pipeshift.plan.partition.recomputation import Recomputation
 RECOMPUTE: Final = ("auto", "full", "none")
 """The options for recomputation: where it pays, everything, or never."""
 
-WORTH_INSIDE: Final = 1.1
-"""The factor by which a step may be slower if no cut is inside a residual block: there are costs
-that the model does not include (more tensors to send, more to clone)."""
 
-# How many candidates are improved together.
-_CLIMBERS: Final = 4
-
-# Runs of neighbouring cuts that move together have at most this length: with 64 stages the search
-# would take three times as long without a limit.
-_LONGEST_RUN: Final = 8
-
-# A stage that exceeds its even share of the estimated time by this factor is never useful.
-_MOST_UNEVEN: Final = 1.5
-
-
-def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
+def best_cut(
+    workload: Workload,
+    recompute: str = "auto",
+    start: Sequence[Cut] = (),
+    *,
+    effort: Effort = USUAL,
+) -> Cut:
     """The cut with the least step time, by the simulator, of those that fit.
 
     Args:
@@ -51,6 +44,7 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
         recompute: ``"auto"``: the layers with which the step is fastest within the memory;
             ``"full"``: all layers, where that frees memory; ``"none"``: none.
         start: cuts to try as well, such as the one in force.
+        effort: the limits of the search.
 
     Of equally fast cuts, the one that recomputes fewer layers is taken, then one that is among
     ``start``, then the more even one. Raises PlanError if nothing fits; its message contains the
@@ -59,16 +53,18 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     if recompute not in RECOMPUTE:
         words = ", ".join(map(repr, RECOMPUTE))
         raise PlanError(f"recompute={recompute!r}; choose one of {words}")
-    recomputation = _recomputation(workload, recompute)
+    if not np.isfinite(workload.usable_bytes).any() and recompute == "auto":
+        recompute = "none"
+    recomputation = Recomputation(workload, recompute)
     programme = programme_of(workload, recomputation.seconds)
-    candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
+    candidates = [solution.counts for solution in programme.fastest(effort.cuts_improved)]
     if not candidates:
         raise nothing_fits(workload, recompute)
-    search = _Search(workload, recomputation)
+    search = _Search(workload, recomputation, effort)
     search.add(candidates)
     if isinstance(programme, PartitionDP):
         hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
-        search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
+        search.add(solution.counts for solution in hiding.fastest(effort.cuts_improved))
     # The even cut, so that the result is never worse than that.
     even = Cut(uniform(workload.num_layers, workload.num_stages))
     search.add(cut.counts for cut in [*start, even])
@@ -81,21 +77,24 @@ def best_cut_of(
     worthwhile: frozenset[int],
     recompute: str = "auto",
     start: Sequence[Cut] = (),
+    *,
+    effort: Effort = USUAL,
 ) -> Cut:
     """The best cut at worthwhile boundaries, unless one at another boundary is much faster.
 
     Args:
-        workload: see :func:`best_cut`, as for ``recompute`` and ``start``.
+        workload: see :func:`best_cut`, as for ``recompute``, ``start`` and ``effort``.
         worthwhile: some of the boundaries that may be cut.
     """
-    anywhere = best_cut(workload, recompute, start)
+    anywhere = best_cut(workload, recompute, start, effort=effort)
     between = replace(workload, allowed=worthwhile)
+    given = [cut for cut in start if between.is_allowed(cut)]
     try:
-        best = best_cut(between, recompute, [cut for cut in start if between.is_allowed(cut)])
+        best = best_cut(between, recompute, given, effort=effort)
     except PlanError:
         return anywhere
     seconds = workload.step_seconds([best, anywhere])
-    return best if seconds[0] <= WORTH_INSIDE * seconds[1] else anywhere
+    return best if seconds[0] <= effort.worth_inside * seconds[1] else anywhere
 
 
 def fixed_cut(workload: Workload, counts: Counts, recompute: str) -> Cut:
@@ -114,14 +113,16 @@ def fixed_cut(workload: Workload, counts: Counts, recompute: str) -> Cut:
     )
 
 
-def neighbours(workload: Workload, counts: Counts) -> list[Counts]:
-    """The allowed cuts that are a step away: one boundary between stages, or a run of them, moves
-    to the next one or two that may be cut.
+def neighbours(
+    workload: Workload, counts: Counts, most_moved: int = USUAL.cuts_moved
+) -> list[Counts]:
+    """The allowed cuts that are a step away: one boundary between stages moves to the next one or
+    two that may be cut, or a run of up to ``most_moved`` neighbouring ones to the next one.
     """
     allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
     inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
     points = np.array([0, *inner, workload.num_layers])
-    steps = _steps(workload.num_stages - 1)
+    steps = _steps(workload.num_stages - 1, most_moved)
     places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
     places[:, 1:-1] = np.searchsorted(points, np.cumsum(counts)[:-1]) + steps
     places[:, -1] = len(points) - 1
@@ -129,24 +130,12 @@ def neighbours(workload: Workload, counts: Counts) -> list[Counts]:
     return [tuple(row) for row in np.diff(points[places]).tolist()]
 
 
-def _recomputation(workload: Workload, recompute: str) -> Recomputation:
-    """The recomputation of each range of layers, of those that may be worth it."""
-    if not np.isfinite(workload.usable_bytes).any() and recompute == "auto":
-        recompute = "none"
-    for simpler in ("none", "full") if recompute == "auto" else ():
-        programme = programme_of(workload, Recomputation(workload, simpler).seconds)
-        if solutions := programme.fastest(1):
-            # The step's seconds include each stage's own, for each microbatch.
-            longest = _MOST_UNEVEN * solutions[0].seconds / workload.microbatches
-            return Recomputation(workload, recompute, longest)
-    return Recomputation(workload, recompute)
-
-
 class _Search:
     """The evaluated cuts, one for each tuple of counts."""
 
-    def __init__(self, workload: Workload, recomputation: Recomputation) -> None:
+    def __init__(self, workload: Workload, recomputation: Recomputation, effort: Effort) -> None:
         self._workload = workload
+        self._effort = effort
         self._recomputation = recomputation
         self._seconds: dict[Counts, float] = {}
         self._cuts: dict[Counts, Cut] = {}
@@ -167,10 +156,11 @@ class _Search:
 
     def climb(self) -> None:
         """Moves from each of the best cuts to its best neighbour, while that is faster."""
-        front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
+        front = sorted(self._cuts, key=self._order)[: self._effort.cuts_improved]
         been = set(front)
         while front:
-            around = [neighbours(self._workload, counts) for counts in front]
+            most = self._effort.cuts_moved
+            around = [neighbours(self._workload, counts, most) for counts in front]
             self.add(chain.from_iterable(around))
             ahead = []
             for counts, near in zip(front, around, strict=True):
@@ -203,13 +193,13 @@ class _Search:
 
 
 @lru_cache(maxsize=64)
-def _steps(num_cuts: int) -> NDArray[np.intp]:
-    """(N, num_cuts): one cut moved by one or two steps, or a run of neighbouring ones by one, which
-    moves layers between stages that are not neighbours.
+def _steps(num_cuts: int, most_moved: int) -> NDArray[np.intp]:
+    """(N, num_cuts): one cut moved by one or two steps, or a run of up to ``most_moved``
+    neighbouring ones by one, which moves layers between stages that are not neighbours.
     """
     cuts = np.arange(num_cuts)
     first, last = (ends[:, None] for ends in np.triu_indices(num_cuts))
-    is_short = last - first < _LONGEST_RUN
+    is_short = last - first < most_moved
     runs = ((first <= cuts) & (cuts <= last)).astype(np.intp)[is_short[:, 0]]
     single = np.eye(num_cuts, dtype=np.intp)
     return np.concatenate([-runs, runs, -2 * single, 2 * single])

@@ -46,17 +46,13 @@ class Recomputation:
     Args:
         workload: the layers and stages.
         recompute: ``"none"``, ``"full"`` or ``"auto"``.
-        longest_seconds: a range that takes a stage longer for a microbatch counts as one that does
-            not fit.
 
     Attributes:
         seconds: (S, L + 1, L + 1), the seconds that stage s recomputes with the layers from b to e,
             at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound.
     """
 
-    def __init__(
-        self, workload: Workload, recompute: str, longest_seconds: float = math.inf
-    ) -> None:
+    def __init__(self, workload: Workload, recompute: str) -> None:
         self._workload = workload
         self._recompute = recompute
         self._freed = np.maximum(workload.freed_bytes, 0.0)
@@ -70,9 +66,6 @@ class Recomputation:
                 self.seconds[s] += sums_of_ranges(workload.forward[s])
         elif recompute == "auto":
             self._lacking = np.maximum(bytes_held(workload, "none") - usable, 0.0)
-            forward, backward = workload.range_seconds
-            too_long = forward + backward > longest_seconds
-            self.seconds[(self._lacking > 0) & too_long] = math.inf
             for s in range(workload.num_stages):
                 self._bound(s)
 

@@ -12,6 +12,7 @@ from lightning_pipeshift.plan.arrange.groupings import (
 )
 from lightning_pipeshift.plan.arrange.stage_order import interchangeable
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.effort import USUAL
 from tests.unit.plan.clusters import NARROW, WIDE, devices, partitions
 
 SPEEDS = {"X": 4.0, "Y": 2.0, "Z": 1.0}
@@ -76,9 +77,10 @@ WAYS = [
         2,
         {"0123 456", "012 3456", "0246 135", "0134 256", "0126 345"},
     ),
+    ("a:X " * 8, 3, {"012 345 67", "012345 6 7", "01234 56 7", "0123 456 7", "0123 45 67"}),
     # Nothing to choose from.
-    ("a:X " * 8, 4, {"01 23 45 67"}),
-    ("a:X " * 8, 3, {"012 345 67"}),
+    ("a:X " * 10, 5, {"01 23 45 67 89"}),
+    ("a:X " * 10, 4, {"012 345 67 89"}),
 ]
 
 
@@ -86,7 +88,7 @@ WAYS = [
 def test_ways(text, count, expected):
     cluster = Cluster(devices(text), Link(0.0, 1e9), WIDE)
     found = grouped(cluster, count)
-    if len(cluster.devices) <= 6:
+    if len(cluster.devices) <= USUAL.few_ranks and len(found) <= USUAL.groupings_each:
         as_sets = {frozenset(ways.split()) for ways in expected}
         names = interchangeable(cluster)
         assert {named(way, names) for way in found} == {

@@ -11,6 +11,7 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, HOST_LATENCY, Links
 from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.policies import (
     KeepAll,
     Planned,
@@ -21,7 +22,6 @@ from lightning_pipeshift.plan.inputs.policies import (
 )
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, SavedTensor, Swap
-from lightning_pipeshift.plan.offload.assignment_search import SMALLEST_BYTES
 from lightning_pipeshift.plan.offload.cut_search import fastest
 from lightning_pipeshift.plan.offload.peers import mappings
 from lightning_pipeshift.plan.offload.policy_choices import records
@@ -555,7 +555,7 @@ def test_parts_are_in_proportion_to_the_links():
 
 
 def test_what_is_small_stays_where_that_is_enough():
-    small = (SMALLEST_BYTES - 1) / MB
+    small = (USUAL.smallest_bytes - 1) / MB
     given = case([[1, small, 1, small]] * 4, [2, 2], host=1000)
     found = given.compressed([MemoryLimits(MB * 6, math.inf), BOUNDLESS], recompute="none")
     assert found.swaps
