@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations
 from typing import Final, NamedTuple
 
+from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 
 PIECE_BYTES: Final = 4 << 20
@@ -22,8 +23,6 @@ MOST_PIECES: Final = 8
 
 # Shares are searched in steps that get smaller.
 _STEPS: Final = (1 / 8, 1 / 16, 1 / 32)
-# By which part a step has to be shorter with other shares than the equal ones.
-_LEAST_GAIN: Final = 0.002
 
 
 class Part(NamedTuple):
@@ -115,7 +114,7 @@ def best_shares(
                     moved = (*best[:begin], *shifted, *best[end:])
                     if sorted(moved) == list(moved) and cost(moved) < cost(best):
                         best, improves = moved, True
-    if cost(best) >= (1 - _LEAST_GAIN) * cost(usual):
+    if USUAL.close * cost(best) >= cost(usual):
         return equal
     used = {part.lane for parts in lanes_by_share(gradient_bytes, _between(best)) for part in parts}
     # A share that no piece falls into goes to the next lane.
