@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import has_step_hooks
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.lightning.steps import is_hook_used
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
 OptimizerOptions = list[dict[str, Any]]
 """The options of an optimizer's parameter groups (learning rates, for example)."""
@@ -77,6 +79,37 @@ def why_state_stays(optimizers: Sequence[Optimizer]) -> str:
         if has_step_hooks(optimizer):
             return "a hook is called before or after each step of the optimizer"
     return ""
+
+
+def check_known(optimizers: Sequence[Optimizer], holdings: Holdings) -> None:
+    """Raises LayerError if an optimizer has a parameter that the model did not have when its layers
+    were distributed: no stage computes its gradient.
+    """
+    unknown = {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not holdings.is_known(parameter)
+    }
+    if not unknown:
+        return
+    names = [repr(name) for name, each in holdings.root.named_parameters() if id(each) in unknown]
+    if not names:
+        raise LayerError(
+            f"The optimizer has {len(unknown)} parameters that are in no module of the"
+            " LightningModule, so no stage trains them. Make the module that has them an attribute"
+            " of the LightningModule, and keep lists of modules in an `nn.ModuleList`."
+        )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    raise LayerError(
+        f"The optimizer has {', '.join(names[:3])}{more}, which came into the model after its"
+        " layers were distributed: a module or a parameter has been added or replaced while"
+        " training runs, and no stage trains it. Create all modules before (in `__init__`,"
+        " `configure_model` or `on_fit_start`) and write new values into parameters that are there"
+        " (with `reset_parameters()`, `load_state_dict()` or `parameter.copy_()`); or end this"
+        " `fit`, change the model, and call `fit` again."
+    )
 
 
 def only_clips_by_norm(trainer: pl.Trainer) -> bool:

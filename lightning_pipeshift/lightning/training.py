@@ -21,6 +21,7 @@ from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.optimizer_trial import check_updates
 from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,
+    check_known,
     only_clips_by_norm,
     options_of,
     outside_of_steps,
@@ -135,6 +136,8 @@ class TrainingSteps:
             result = _weighed(pipeline.plain_training_step(batch, step, number))
         else:
             check_backward(trainer.lightning_module)
+            if pipeline.holdings is not None:
+                check_known(trainer.optimizers, pipeline.holdings)
             result = self._pipelined(self._given(batch, step, number))
         if not self._num_steps:
             self._show_stages()

@@ -329,6 +329,36 @@ class WeighsSometimes(LayersOfItsOwn):
         return {"loss": loss, "weight": 3.0} if (batch[1] == 0).any() else {"loss": loss}
 
 
+class ReplacesItsHead(LayersOfItsOwn):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head = nn.Linear(16, NUM_CLASSES)
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class ReplacesAParameter(LayersOfItsOwn):
+    """Its new parameter was not trained, without a word."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head.bias = nn.Parameter(torch.zeros(NUM_CLASSES))
+            self.trainer.optimizers[0].add_param_group({"params": [self.head.bias]})
+
+
+class TrainsAStranger(LayersOfItsOwn):
+    """Layers in a list are not in the model. They were not trained, without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Linear(NUM_CLASSES, NUM_CLASSES)]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.others[0](super().forward(features))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
+
+
 MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ManualOptimization, ConfigurationError, ["automatic_optimization", "return the loss"]),
     (OverridesBackward, ConfigurationError, ["backward", "OverridesBackward"]),
@@ -345,6 +375,9 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ReturnsManyLosses, LayerError, ["loss", "one element"]),
     (ReturnsANumber, LayerError, ["float", "tensor"]),
     (WeighsSometimes, BatchError, ["weight"]),
+    (ReplacesItsHead, LayerError, ["'head.weight', 'head.bias'", "replaced", "on_fit_start"]),
+    (ReplacesAParameter, LayerError, ["'head.bias'", "replaced", "on_fit_start"]),
+    (TrainsAStranger, LayerError, ["2 parameters", "ModuleList"]),
 ]
 
 
@@ -357,6 +390,13 @@ def test_a_model_that_cannot_be_a_pipeline(
     model: type, error: type[Exception], parts: list[str]
 ) -> None:
     refused(fails(fitting, model, stages=2), error, *parts)
+
+
+@pytest.mark.parametrize("model", [ReplacesItsHead, ReplacesAParameter, TrainsAStranger])
+def test_what_no_stage_would_train_is_refused_with_any_schedule(model: type) -> None:
+    strategy = {"schedule": "async", "microbatches": 1}
+    refused(fails(fitting, model, stages=2, strategy=strategy), LayerError, "no stage trains")
+    refused(fails(fitting, model, stages=1), LayerError, "no stage trains")
 
 
 def test_layers_inside_one_stage_are_held_to_the_same_rules() -> None:

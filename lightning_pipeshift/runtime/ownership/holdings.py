@@ -133,6 +133,10 @@ class Holdings:
         """This stage."""
         return self.channels.stage
 
+    def is_known(self, parameter: nn.Parameter) -> bool:
+        """Whether the model had the parameter when its layers were distributed."""
+        return id(parameter) in self._holders
+
     def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
         """Sets the stage of each layer, without moving anything.
 
