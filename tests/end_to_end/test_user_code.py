@@ -677,6 +677,28 @@ def test_a_step_may_stop_the_trainer(at: int, below: float) -> None:
     assert 4 < expected[1] < 16
 
 
+class MakesTensorsForParameters(SequentialMLP):
+    """Asks each parameter for its device and type, as one does for a tensor to compute with."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            ones = torch.ones(2, device=parameter.device)
+            self.seen += batch[0].to(parameter.device).mean() + ones.sum()
+            self.seen += batch[0].type_as(parameter).mean() + batch[0].to(parameter).mean()
+        self.log("seen", float(self.seen))
+
+
+def test_tensors_made_for_another_stages_parameters_have_values() -> None:
+    """They were tensors of the meta device: what was computed from them was lost."""
+    compare(optimizing, MakesTensorsForParameters)
+
+
 class LogsANorm(SequentialMLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         *_, weight, _ = self.parameters()
