@@ -757,7 +757,32 @@ class KeepsItsLoss(SequentialMLP):
         return loss / self.average
 
 
-@pytest.mark.parametrize("make", [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss])
+class RunningScale(nn.Module):
+    """A part of a loss that remembers its mean, and has nothing to remember at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor | None = None
+
+    def forward(self, loss: Tensor) -> Tensor:
+        now = loss.detach()
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return loss / self.mean
+
+
+class HasACriterionThatKeeps(SequentialMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = RunningScale()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scale(super().training_step(batch, batch_idx))
+
+
+KEEPING = [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss, HasACriterionThatKeeps]
+
+
+@pytest.mark.parametrize("make", KEEPING)
 def test_what_a_step_keeps_is_there_in_the_next_one(make: Callable[..., Any]) -> None:
     strategy = {"microbatches": 1}
     (expected,) = on_ranks(1, skipping, make, strategy=strategy)

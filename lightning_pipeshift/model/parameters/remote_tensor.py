@@ -146,7 +146,7 @@ class RemoteTensor(Tensor):
     ) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return _set_data(*args)
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return _device()
         if func in _READ_KIND and not isinstance(args[0], RemoteTensor):
             # A tensor of this stage keeps its values, whatever it is converted like.
