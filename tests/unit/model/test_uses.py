@@ -111,7 +111,7 @@ def test_releasing_and_holding_keeps_the_object():
     release(parameter, "it")
     assert net.a.weight is net.b.weight is reference is parameter
     assert isinstance(parameter, nn.Parameter)
-    assert (parameter.device.type, parameter.shape, parameter.grad) == ("meta", (3, 3), None)
+    assert (parameter.is_meta, parameter.shape, parameter.grad) == (True, (3, 3), None)
     assert parameter.requires_grad
     release(parameter, "it")  # again: nothing happens
     assert list(net.state_dict()) == list(spare.state_dict())
