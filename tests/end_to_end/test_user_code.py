@@ -699,6 +699,24 @@ def test_tensors_made_for_another_stages_parameters_have_values() -> None:
     compare(optimizing, MakesTensorsForParameters)
 
 
+class ComparesWithPrototypes(SequentialMLP):
+    """The loss uses a parameter of no layer, also without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.eye(5))
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = super().forward(features)
+        fixed = F.normalize(self.prototypes.data, dim=1) + self.prototypes.detach().exp()
+        return scores @ fixed + scores @ self.prototypes
+
+
+def test_a_parameter_of_no_layer_may_be_used_without_its_gradient() -> None:
+    """It was said that the step takes another branch."""
+    compare(optimizing, ComparesWithPrototypes)
+
+
 class LogsANorm(SequentialMLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         *_, weight, _ = self.parameters()
