@@ -65,7 +65,9 @@ class Isolation(OperationMode):
         if written and isinstance(result, Tensor):
             # An in-place operation returns its argument.
             for tensor in written:
-                if self._copied(tensor).data_ptr() == result.data_ptr():
+                # What has no values has no memory either, by which to know it.
+                own = self._copied(tensor)
+                if result is own or (not own.is_meta and own.data_ptr() == result.data_ptr()):
                     return tensor
         return result
 

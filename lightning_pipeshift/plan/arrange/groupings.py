@@ -90,11 +90,15 @@ def groupings(
         found.setdefault(tuple(key if depths is not None else sorted(key)), groups)
 
     if num_ranks <= effort.few_ranks:
-        for groups in _every(in_order, count):
+        for number, groups in enumerate(_every(in_order, count)):
+            # Of equal devices the same ones are found again and again.
+            if len(found) > effort.groupings_each or number >= 256 * effort.groupings_each:
+                break
             for order in permutations(groups) if depths is not None else (groups,):
                 add(order)
-        if len(found) <= effort.groupings_each:
-            return tuple(found.values())
+        else:
+            if len(found) <= effort.groupings_each:
+                return tuple(found.values())
         found.clear()
     for groups in _with_reasons(cluster, in_order, count, powers, depths, effort.stages):
         add(groups)
