@@ -52,7 +52,7 @@ class Effort:
             the step: of equally fast plans, the one that moves and recomputes less is better.
     """
 
-    few_ranks: int = 8
+    few_ranks: int = 12
     groupings_each: int = 8
     groupings_simulated: int = 18
     groupings_finished: int = 3
