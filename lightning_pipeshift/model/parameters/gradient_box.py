@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import storage_use_count
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.model.user_state.random_streams import START, Position
 
@@ -30,6 +31,9 @@ class GradientBox:
 
     __slots__ = ("gradient", "source")
 
+    may_lack_gradient = True
+    """Whether a function that used the tensor may return no gradient for it; zeros then."""
+
     def __init__(self, source: Tensor) -> None:
         self.source: Tensor | None = source
         self.gradient: Tensor | None = None
@@ -45,7 +49,7 @@ class GradientBox:
         tensor: Tensor = _Open.apply(anchor, self)  # type: ignore[no-untyped-call]
         return tensor
 
-    def take(self, gradient: Tensor) -> None:
+    def take(self, gradient: Tensor | None) -> None:
         """Called in the backward, once for each graph that uses the tensor."""
         self.gradient = gradient
 
@@ -54,6 +58,7 @@ class _Open(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, box: GradientBox) -> Tensor:
         ctx.box = box
+        ctx.set_materialize_grads(box.may_lack_gradient)
         source, box.source = box.source, None
         assert source is not None
         return source
@@ -84,12 +89,23 @@ def added(total: Tensor, part: Tensor) -> Tensor:
 class _SegmentBox(GradientBox):
     __slots__ = ("key", "sums")
 
+    may_lack_gradient = False
+
     def __init__(self, source: Tensor, sums: Sums, key: tuple[str, Position]) -> None:
         super().__init__(source)
         self.sums = sums
         self.key = key
 
-    def take(self, gradient: Tensor) -> None:
+    def take(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            # A module that runs again in the backward refers to the parameter, not to the tensor
+            # that this function was given for it.
+            raise LayerError(
+                f"A function that used the parameter {self.key[0]!r} returned no gradient for it."
+                " Does an `autograd.Function` of your model run a module again in its backward?"
+                " Use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` instead. Or"
+                " pass `parameter.detach()` to the function, if it is to have no gradient."
+            )
         before = self.sums.get(self.key)
         if before is not None:
             self.sums[self.key] = added(before, gradient)
