@@ -775,29 +775,7 @@ class KeepsItsLoss(SequentialMLP):
         return loss / self.average
 
 
-class RunningScale(nn.Module):
-    """A part of a loss that remembers its mean, and has nothing to remember at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean: Tensor | None = None
-
-    def forward(self, loss: Tensor) -> Tensor:
-        now = loss.detach()
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-        return loss / self.mean
-
-
-class HasACriterionThatKeeps(SequentialMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = RunningScale()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.scale(super().training_step(batch, batch_idx))
-
-
-KEEPING = [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss, HasACriterionThatKeeps]
+KEEPING = [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss]
 
 
 @pytest.mark.parametrize("make", KEEPING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -34,14 +34,10 @@ def batch_signature(batch: Any) -> Hashable:
     return described, str(pytree.tree_structure(batch))
 
 
-def module_signature(root: nn.Module, outside: Iterable[nn.Module]) -> Hashable:
+def module_signature(root: nn.Module) -> Hashable:
     """The parameters that require a gradient, the training mode of modules, whether gradients are
     recorded, how many hooks modules have on what they return and on their backward, and which
-    attributes of modules outside of layers are ``None``.
-
-    Args:
-        root: the LightningModule.
-        outside: the modules outside of layers, whose state is the same on all stages.
+    attributes of the LightningModule are ``None``.
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
     does user code that registers a hook while training runs, or that keeps a value for the next
@@ -54,10 +50,5 @@ def module_signature(root: nn.Module, outside: Iterable[nn.Module]) -> Hashable:
             for parameter in parameters_of(module).values()
         )
         hooks = tuple(filter(None, map(num_hooks, root.modules())))
-    missing = tuple(
-        (number, name)
-        for number, module in enumerate(outside)
-        for name, value in vars(module).items()
-        if value is None
-    )
+    missing = tuple(name for name, value in vars(root).items() if value is None)
     return learning, root.training, torch.is_grad_enabled(), hooks, missing

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
@@ -165,7 +166,7 @@ class AsynchronousPipeline(Pipeline):
         self._optimizers = given.optimizers
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
-        trace = self._trace(key, given.step, part, self._signature())
+        trace = self._trace(key, given.step, part, module_signature(self.root))
         (microbatch,) = self._microbatches([key], [(part, size)], [trace])
         todo = replace(
             self._step(given, [microbatch]),

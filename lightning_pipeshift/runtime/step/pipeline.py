@@ -251,11 +251,9 @@ class Pipeline:
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
         self.changes = Changes(self.vm, self._trace_cache, self._move, self._put_in_force)
         self._recorder = LogRecorder(root)
-        of_user = self._modules_outside_layers()
-        self._modules_of_user = list(of_user.values())
         self._user_state = UserState(
             root,
-            of_user,
+            self._modules_outside_layers(),
             ignored,
             channels,
             lambda layer: self.plan.placement.stage_of(self.vm, layer),
@@ -350,9 +348,6 @@ class Pipeline:
         """Whether this is the last stage."""
         return self.channels.stage == self.channels.num_stages - 1
 
-    def _signature(self) -> Hashable:
-        return module_signature(self.root, self._modules_of_user)
-
     def _modules_outside_layers(self) -> dict[str, nn.Module]:
         inside = {id(part) for gate in self._trace_cache.gates for part in gate.layer.modules()}
         return {
@@ -434,7 +429,9 @@ class Pipeline:
             stopwatch = Stopwatch(self.channels.device, self.streams, trains, leaves_of(batch))
         trace = Trace.empty()
         if self._traces_steps:
-            trace = self._trace_cache.first(key, step, batch, self._signature(), stopwatch)
+            trace = self._trace_cache.first(
+                key, step, batch, module_signature(self.root), stopwatch
+            )
         # The first trace puts them in call order.
         gates = self._trace_cache.gates
         called: set[int] | None = None
@@ -810,7 +807,7 @@ class Pipeline:
     def _traces(
         self, keys: Sequence[Key], slices: Sequence[tuple[Any, int]], step: UserStep
     ) -> list[Trace | None]:
-        state = self._signature()
+        state = module_signature(self.root)
         parts = zip(keys, slices, strict=True)
         return [self._trace(key, step, part, state) for key, (part, _) in parts]
 
@@ -1160,7 +1157,7 @@ class Pipeline:
         key = self._key(purpose, step_number, 0)
         # Optimizer state from an earlier training remains on its stage.
         self._prepare(key, step, batch, (), final)
-        trace = self._trace(key, step, batch, self._signature())
+        trace = self._trace(key, step, batch, module_signature(self.root))
         microbatch = self._microbatch(key, batch, trace, 1)
         assert self.holdings is not None
         todo = Step(
