@@ -134,7 +134,7 @@ def _bytes_of(tensors: Iterable[Any]) -> int:
     """The memory behind tensors, each storage once."""
     storages = {}
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

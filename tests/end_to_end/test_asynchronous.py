@@ -642,7 +642,7 @@ class Holds(L.Callback):
         self.counts: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        here = [layer.linear.weight.device.type != "meta" for layer in module.layers]
+        here = [not layer.linear.weight.is_meta for layer in module.layers]
         self.counts.append(sum(here))
 
 

@@ -33,8 +33,8 @@ COUNTS = [
     # A few unlike ones: any number.
     ("a:X a:X a:X a:Y a:Y", [1, 2, 3, 4, 5]),
     # More of them: as many as there are of a kind.
-    ("a:X " * 6 + "a:Y " * 3, [1, 3, 6, 9]),
-    ("a:X " * 7 + "a:Y " * 4, [1, 4, 7, 11]),
+    ("a:X " * 10 + "a:Y " * 5, [1, 3, 5, 10, 15]),
+    ("a:X " * 9 + "a:Y " * 4, [1, 4, 9, 13]),
 ]
 
 
