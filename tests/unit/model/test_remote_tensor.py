@@ -85,8 +85,7 @@ def test_a_parameter_stays_itself() -> None:
     assert parameter.requires_grad
     assert parameter.is_leaf
     assert parameter.is_meta
-    # Tensors that are made for it are to have values.
-    assert parameter.device.type == "cpu"
+    assert parameter.device.type == "meta"
     assert (parameter.shape, parameter.dtype) == ((3, 4), torch.float32)
     assert parameter.numel() == 12
     assert torch.equal(parameter, parameter)
