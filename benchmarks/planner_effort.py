@@ -42,7 +42,7 @@ Case = tuple[Profile, Cluster, PlanRequest]
 FIRST_SEED: Final = 200_000
 
 VALUES: Final[dict[str, tuple[Any, ...]]] = {
-    "few_ranks": (4, 12),
+    "few_ranks": (4, 8, 12, 16),
     "groupings_each": (2, 24),
     "groupings_simulated": (6, 36),
     "groupings_finished": (1, 6),
@@ -206,7 +206,6 @@ def main() -> None:
         for value in VALUES[field]:
             effort = replace(USUAL, **{field: value})
             for name, cases in kinds.items():
-                # The cuts of a workload know nothing of groups.
                 found, seconds = tried(cases, effort)
                 row = compared(usual[name][0], found)
                 row["time"] = seconds / usual[name][1]

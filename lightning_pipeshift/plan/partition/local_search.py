@@ -53,9 +53,9 @@ def best_cut(
     if recompute not in RECOMPUTE:
         words = ", ".join(map(repr, RECOMPUTE))
         raise PlanError(f"recompute={recompute!r}; choose one of {words}")
-    if not np.isfinite(workload.usable_bytes).any() and recompute == "auto":
-        recompute = "none"
-    recomputation = Recomputation(workload, recompute)
+    is_boundless = not np.isfinite(workload.usable_bytes).any()
+    is_needless = recompute == "auto" and is_boundless
+    recomputation = Recomputation(workload, "none" if is_needless else recompute)
     programme = programme_of(workload, recomputation.seconds)
     candidates = [solution.counts for solution in programme.fastest(effort.cuts_improved)]
     if not candidates:
