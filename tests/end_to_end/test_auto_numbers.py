@@ -15,8 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning import auto_numbers
-from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.profile import KindProfile, Profile
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import hearing
 from tests.features_models import built, differences, parameters_of, quiet_trainer
@@ -26,8 +26,8 @@ AUTO = {"virtual_machines": "auto", "microbatches": "auto"}
 
 
 def measure_as(gradient_bytes: int) -> None:
-    """Replaces what was measured, as tests do not go by the clock: layers take a second, and all
-    have gradients of one size.
+    """Replaces all that was measured, as tests do not go by the clock: devices are equal, layers
+    take a second and have gradients of one size, and nothing else takes time but their transfer.
     """
     module: Any = auto_numbers
     choose = module.choose_numbers
@@ -35,13 +35,9 @@ def measure_as(gradient_bytes: int) -> None:
     def replaced(profile: Profile, cluster: Cluster, *args: Any) -> Any:
         layers = tuple(replace(each, gradient_bytes=gradient_bytes) for each in profile.layers)
         seconds = (1.0,) * len(layers)
-        kinds = {
-            name: replace(kind, forward=seconds, backward=seconds)
-            for name, kind in profile.kinds.items()
-        }
-        profile = replace(profile, layers=layers, kinds=kinds)
-        devices = tuple(replace(each, memory_bytes=0, free_bytes=0) for each in cluster.devices)
-        return choose(profile, replace(cluster, devices=devices), *args)
+        profile = Profile(layers, {"equal": KindProfile(seconds, seconds)}, profile.samples)
+        devices = tuple(Device(each.host, "equal") for each in cluster.devices)
+        return choose(profile, Cluster(devices, inside=Link(1e-4, 1e10)), *args)
 
     module.choose_numbers = replaced
 
