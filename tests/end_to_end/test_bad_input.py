@@ -32,7 +32,15 @@ from lightning_pipeshift import (
     ScheduleError,
 )
 from lightning_pipeshift.testing.ranks import Outcome, run_ranks
-from tests.features_models import built, fit, on_rank, plain, quiet_trainer
+from tests.features_models import (
+    built,
+    differences,
+    fit,
+    on_rank,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
 from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -398,6 +406,15 @@ class CheckpointsSharedWeights(LayersOfItsOwn):
         return super().training_step(batch, batch_idx) + 0.1 * decay
 
 
+class NormalizesAWeight(LayersOfItsOwn):
+    """As SwaV does with its prototypes. Stages had weights of different microbatches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.second.weight.div_(self.second.weight.norm(dim=1, keepdim=True))
+        return super().training_step(batch, batch_idx)
+
+
 MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ManualOptimization, ConfigurationError, ["automatic_optimization", "return the loss"]),
     (OverridesBackward, ConfigurationError, ["backward", "OverridesBackward"]),
@@ -418,6 +435,7 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ReplacesAParameter, LayerError, ["'head.bias'", "replaced", "on_fit_start"]),
     (TrainsAStranger, LayerError, ["2 parameters", "ModuleList"]),
     (CheckpointsSharedWeights, LayerError, ["'second.linear", "use_reentrant=False"]),
+    (NormalizesAWeight, LayerError, ["'second.weight'", "in place", "microbatches=1"]),
 ]
 
 
@@ -437,6 +455,25 @@ def test_what_no_stage_would_train_is_refused_with_any_schedule(model: type) -> 
     strategy = {"schedule": "async", "microbatches": 1}
     refused(fails(fitting, model, stages=2, strategy=strategy), LayerError, "no stage trains")
     refused(fails(fitting, model, stages=1), LayerError, "no stage trains")
+
+
+def test_a_trained_weight_changes_in_a_step_only_if_no_other_is_in_flight() -> None:
+    strategy = {"schedule": "async", "microbatches": 1}
+    outcomes = fails(fitting, NormalizesAWeight, stages=2, strategy=strategy)
+    refused(outcomes, LayerError, "'second.weight'", "asynchronous")
+    one, two = (
+        run_ranks(normalizing, stages, {"microbatches": 1, "partition": partition})
+        for stages, partition in ((1, [4]), (2, [1, 3]))
+    )
+    for other in two:
+        assert not differences(one[0], other, 0, 0)
+
+
+def normalizing(strategy: dict[str, Any]) -> Any:
+    how = {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": strategy}
+    trainer, module = quiet_trainer(how, max_epochs=1), built(NormalizesAWeight)
+    trainer.fit(module, points(4))
+    return parameters_of(module)
 
 
 def test_layers_inside_one_stage_are_held_to_the_same_rules() -> None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled
+from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, parameters_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_of
@@ -268,6 +268,7 @@ class _Recorder(PlaceholderListener):
         self._parameter_paths = parameters_by_storage(root)
         self._written_parameters: set[Place] = set()
         self._writes_state = False
+        self._changed_parameter = ""
         self._replaces = ""
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self._state = state_by_storage(root, gates)
@@ -809,6 +810,10 @@ class _Recorder(PlaceholderListener):
             # All stages run the code before the layers. Only the last stage is certain to run the
             # rest.
             self._writes_state = True
+            module, name = path
+            parameter = parameters_of(self._root.get_submodule(module))[name]
+            if parameter is not None and parameter.requires_grad:
+                self._changed_parameter = f"{module}.{name}".lstrip(".")
             if self.calls:
                 self._written_parameters.add(path)
 
@@ -942,6 +947,7 @@ class _Recorder(PlaceholderListener):
             self._keeps,
             self._state_written(),
             self._writes_state,
+            changed_parameter=self._changed_parameter,
             replaces=self._replaces,
             lacks_loss=lacks_loss,
             carried=self.carried,

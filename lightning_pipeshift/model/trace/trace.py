@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import Rebuild
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -112,6 +113,8 @@ class Trace:
             modules), and that user code writes to on one stage only: the layer of this stage, or
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
+        changed_parameter: a trained parameter to which code outside of its layer writes; empty if
+            there is none.
         draws_on_host: whether anything draws from NumPy or ``random``.
         replaces: a layer that is called with other tensors in the place of its parameters.
         lacks_loss: whether gradients are recorded and the step has returned no loss.
@@ -136,6 +139,7 @@ class Trace:
     keeps: bool = False
     state: dict[Place, int] = field(default_factory=dict)
     writes_state: bool = False
+    changed_parameter: str = ""
     draws_on_host: bool = False
     replaces: str = ""
     lacks_loss: bool = False
@@ -155,6 +159,20 @@ class Trace:
     def empty(cls) -> Trace:
         """The trace of a step that was not traced."""
         return cls(Flow((), frozenset(), frozenset(), frozenset()), [])
+
+    def require_equal_weights(self) -> None:
+        """Raises LayerError if the step changes trained parameters, so that microbatches which are
+        in flight at the same time would have other values in their backward than in their forward.
+        """
+        if self.changed_parameter:
+            raise LayerError(
+                f"The step changes the parameter {self.changed_parameter!r} in place, outside of"
+                " its layer, and it is trained. Other microbatches are in flight at this moment:"
+                " their backward would use other values than their forward. Change it once for each"
+                " batch, in `on_train_batch_start` for example; or pass `microbatches=1`, without"
+                " an asynchronous schedule. If it is not to be trained, call"
+                " `requires_grad_(False)` on it."
+            )
 
     def set_modes(self, root: nn.Module) -> None:
         """Leaves modules in the training mode in which the whole step leaves them, on a stage that
@@ -263,6 +281,7 @@ class Trace:
                 for path, layer in self.state.items()
             },
             self.writes_state,
+            self.changed_parameter,
             self.draws_on_host,
             self.replaces,
             self.lacks_loss,

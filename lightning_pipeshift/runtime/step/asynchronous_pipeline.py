@@ -167,6 +167,8 @@ class AsynchronousPipeline(Pipeline):
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
         trace = self._trace(key, given.step, part, module_signature(self.root))
+        if trace is not None:
+            trace.require_equal_weights()
         (microbatch,) = self._microbatches([key], [(part, size)], [trace])
         todo = replace(
             self._step(given, [microbatch]),

@@ -924,6 +924,9 @@ class Pipeline:
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
         self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         traces = self._traces(keys, slices, given.step)
+        for trace in traces if len(slices) > 1 else ():
+            if trace is not None:
+                trace.require_equal_weights()
         for listener in self._listeners:
             listener.before_step(given, traces)
         self._follow_moves_with_memory()
