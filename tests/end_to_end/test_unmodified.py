@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -563,6 +563,30 @@ class EvaluatesPartsInAStep(EvaluatesInAStep):
         return [self.first, self.second, self.third]
 
 
+class FreezesItsPart(nn.Module):
+    """On one stage only: the others do not run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one.bias.requires_grad_(False)
+        self.one.weight.requires_grad_(self.training)
+        return cast(Tensor, self.two(self.one(x).tanh()))
+
+
+class SwitchesWhatLearns(Habit):
+    """Stages waited for each other, as the flags of their parameters differed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = FreezesItsPart()  # type: ignore[assignment]
+
+    def configure_layers(self) -> list[nn.Module]:
+        return [self.first, self.second, self.third, self.last]
+
+
 HABITS: dict[str, Callable[[], Classifier]] = {
     habit.__name__: habit
     for habit in (
@@ -601,6 +625,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         WritesWhereItMayTurn,
         ChannelsLast,
         CopiesForLayout,
+        SwitchesWhatLearns,
     )
 }
 

@@ -275,6 +275,8 @@ class _Recorder(PlaceholderListener):
         self._modules = list(root.modules())
         self._modes = [module.training for module in self._modules]
         self._changed_modes: set[int] = set()
+        self._flags: dict[int, bool] = {}
+        """By a parameter's identity, ``requires_grad`` after layers have changed it."""
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
@@ -704,7 +706,13 @@ class _Recorder(PlaceholderListener):
         place, before = self._place, Arguments(args, kwargs)
         try:
             with Operations(self), substituted(slots, stand_ins):
-                return with_side_outputs(gate, gate.run(*args, **kwargs))
+                result = with_side_outputs(gate, gate.run(*args, **kwargs))
+            for tensor in (slot.get() for slot in slots):
+                if isinstance(tensor, nn.Parameter):
+                    flag = stand_ins[id(tensor)].requires_grad
+                    if flag is not self._flags.get(id(tensor), tensor.requires_grad):
+                        self._flags[id(tensor)] = flag
+            return result
         except LayerError:
             raise
         except Exception as error:
@@ -725,7 +733,10 @@ class _Recorder(PlaceholderListener):
                 continue
             inner = on_meta(tensor)
             stand_ins[id(tensor)] = Placeholder(
-                inner, self._device, Origin((), inside), requires_grad=tensor.requires_grad
+                inner,
+                self._device,
+                Origin((), inside),
+                requires_grad=self._flags.get(id(tensor), tensor.requires_grad),
             )
         return stand_ins
 
@@ -952,6 +963,12 @@ class _Recorder(PlaceholderListener):
             lacks_loss=lacks_loss,
             carried=self.carried,
             modes={number: self._modes[number] for number in self._changed_modes},
+            flags={
+                (number, name): self._flags[id(parameter)]
+                for number, module in enumerate(self._modules)
+                for name, parameter in parameters_of(module).items()
+                if id(parameter) in self._flags
+            },
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pipeshift.compat.torch_private import parameters_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import Rebuild
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
@@ -120,6 +121,8 @@ class Trace:
         lacks_loss: whether gradients are recorded and the step has returned no loss.
         modes: for modules whose training mode changes within the step, by their number, the mode
             in which it leaves them.
+        flags: for parameters whose ``requires_grad`` changes inside of layers, by the number of
+            their module and their name: the flag with which the step leaves them.
         carried: for state that user code keeps on modules and uses in the next microbatch on an
             earlier layer's stage: that layer, and the one whose stage computes it.
     """
@@ -144,6 +147,7 @@ class Trace:
     replaces: str = ""
     lacks_loss: bool = False
     modes: Mapping[int, bool] = field(default_factory=dict)
+    flags: Mapping[tuple[int, str], bool] = field(default_factory=dict)
     carried: frozenset[tuple[int, int]] = frozenset()
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
@@ -175,12 +179,18 @@ class Trace:
             )
 
     def set_modes(self, root: nn.Module) -> None:
-        """Leaves modules in the training mode in which the whole step leaves them, on a stage that
-        has run a part of it.
+        """Leaves modules in the training mode, and parameters with the ``requires_grad``, in which
+        the whole step leaves them, on a stage that has run a part of it.
         """
-        if self.modes:
-            for number, module in enumerate(root.modules()):
-                module.training = self.modes.get(number, module.training)
+        if not self.modes and not self.flags:
+            return
+        modules = list(root.modules())
+        for number, mode in self.modes.items():
+            modules[number].training = mode
+        for (number, name), flag in self.flags.items():
+            parameter = parameters_of(modules[number])[name]
+            if parameter is not None:
+                parameter.requires_grad_(flag)
 
     def payload(self, boundary: int) -> Payload:
         """The values that cross the boundary before a layer, and how to receive them."""
@@ -286,5 +296,6 @@ class Trace:
             self.replaces,
             self.lacks_loss,
             self.modes,
+            self.flags,
             frozenset((place_of[used], place_of[made]) for used, made in self.carried),
         )
