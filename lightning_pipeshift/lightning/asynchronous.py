@@ -150,8 +150,12 @@ class AsynchronousTraining(TrainingSteps):
         self._check_call(ends_update)
         for late in pipeline.before_minibatch(given.batch, given.batch_idx, ends_update):
             self._make_up_for(late)
+        has_stopped = trainer.should_stop
         with self._context():
             finished = pipeline.begin_minibatch(given, tag=call)
+        # If the step has asked for it, its report says so: all stages stop in the call in which
+        # they log the minibatch.
+        trainer.should_stop = has_stopped
         for one in finished:
             self._update(one)
         result: Any = torch.full((), torch.nan)
@@ -235,6 +239,7 @@ class AsynchronousTraining(TrainingSteps):
     def _log(self, one: Finished) -> Any:
         """Logs a minibatch's values under its own number; returns its result."""
         trainer, call = self._trainer, one.minibatch.tag
+        trainer.should_stop |= one.report.stops
         self._pipeline.take_metrics(one.report)
         self._log_again(one.report)
         if one.minibatch.ends_update and logs_step(trainer, call.step_of_loggers):

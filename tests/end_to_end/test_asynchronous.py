@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -590,6 +591,40 @@ def column(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
 def train_and_log(case: Case) -> Any:
     result = train(case, logger=CSVLogger("logs", name="", version=""), log_every_n_steps=2)
     return result, read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
+
+
+class StopsInAStep(Model):
+    """Stages run the step of one batch at different times; only the last one runs its end."""
+
+    behind = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        if not self.behind:
+            self.trainer.should_stop |= batch_idx == 6
+        loss = super().training_step(batch)
+        if self.behind:
+            self.trainer.should_stop |= batch_idx == 6
+        return loss
+
+
+def stop_in_a_step(case: Case, behind: bool) -> Result:
+    this: Any = sys.modules[__name__]
+    this.Model = StopsInAStep
+    StopsInAStep.behind = behind
+    return train(case)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("split", [[4, 2], [2, 2, 2]])
+def test_a_step_that_stops_the_trainer_stops_all_stages_at_one_batch(
+    split: list[int], behind: bool
+) -> None:
+    case = Case(split)
+    length = 6 + len(split)
+    layers = reference(case, length=length).layers
+    for result in run_ranks(stop_in_a_step, len(split), case, behind):
+        assert result.steps == (length, length)
+        require_same(result.state, layers)
 
 
 def test_no_more_versions_than_minibatches_in_flight() -> None:

@@ -181,6 +181,7 @@ class AsynchronousPipeline(Pipeline):
             step=todo,
             batch_idx=given.batch_idx,
             is_last_batch=given.is_last_batch,
+            stops=given.stops,
             begins_update=not given.accumulation.has_begun,
             ends_update=not given.accumulation.goes_on,
             sums=self._sums(given.accumulation),
@@ -502,6 +503,7 @@ class AsynchronousPipeline(Pipeline):
             mine.changes = [of_metrics]
             self._late_changes |= everything
             mine.asks_to_end = self._asks_to_end_here
+            mine.stops = minibatch.stops()
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
             with self.section(WAIT, What.WAIT, REPORT):

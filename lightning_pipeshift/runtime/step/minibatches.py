@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class Minibatch:
         step: how it runs.
         batch_idx: its index in the epoch.
         is_last_batch: whether the epoch ends with it.
+        stops: tells whether user code has asked the Trainer to stop.
         begins_update: whether it is the first of those whose gradients make one update.
         ends_update: whether it is the last of them.
         sums: sums the update's gradients over the virtual machines.
@@ -36,6 +38,7 @@ class Minibatch:
     step: Step
     batch_idx: int
     is_last_batch: bool
+    stops: Callable[[], bool]
     begins_update: bool
     ends_update: bool
     sums: Aggregation | None
