@@ -415,6 +415,14 @@ class NormalizesAWeight(LayersOfItsOwn):
         return super().training_step(batch, batch_idx)
 
 
+class UnfreezesInAStep(LayersOfItsOwn):
+    """As lightly's prototypes do. Gradients were lost in the first step of that epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.second.requires_grad_(batch_idx > 1)
+        return super().training_step(batch, batch_idx)
+
+
 MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ManualOptimization, ConfigurationError, ["automatic_optimization", "return the loss"]),
     (OverridesBackward, ConfigurationError, ["backward", "OverridesBackward"]),
@@ -436,6 +444,7 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (TrainsAStranger, LayerError, ["2 parameters", "ModuleList"]),
     (CheckpointsSharedWeights, LayerError, ["'second.linear", "use_reentrant=False"]),
     (NormalizesAWeight, LayerError, ["'second.weight'", "in place", "microbatches=1"]),
+    (UnfreezesInAStep, LayerError, ["'second.weight'", "requires_grad", "on_train_epoch_start"]),
 ]
 
 

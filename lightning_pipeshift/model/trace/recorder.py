@@ -55,6 +55,7 @@ from lightning_pipeshift.model.trace.placeholder import (
     spec_of,
     watching,
 )
+from lightning_pipeshift.model.trace.signature import all_parameters, flags_of
 from lightning_pipeshift.model.trace.trace import (
     LAST_STAGE,
     Place,
@@ -275,12 +276,16 @@ class _Recorder(PlaceholderListener):
         self._modules = list(root.modules())
         self._modes = [module.training for module in self._modules]
         self._changed_modes: set[int] = set()
+        self._begin_flags = flags_of(root)
+        self._changed_flags: dict[int, bool] = {}
+        """``requires_grad`` when the step ends, by the parameter's number, where it has changed."""
         self._flags: dict[int, bool] = {}
         """By a parameter's identity, ``requires_grad`` after layers have changed it."""
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
         with (
+            self._flags_followed(),
             self._watched_code(),
             watching(self),
             applied_functions_seen(),
@@ -963,16 +968,26 @@ class _Recorder(PlaceholderListener):
             lacks_loss=lacks_loss,
             carried=self.carried,
             modes={number: self._modes[number] for number in self._changed_modes},
-            flags={
-                (number, name): self._flags[id(parameter)]
-                for number, module in enumerate(self._modules)
-                for name, parameter in parameters_of(module).items()
-                if id(parameter) in self._flags
-            },
+            flags=self._changed_flags,
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]
         return trace.renumbered(places)
+
+    @contextmanager
+    def _flags_followed(self) -> Iterator[None]:
+        """Notes which parameters' ``requires_grad`` the step changes, and undoes it: the stage that
+        runs this code changes it, and then the others follow.
+        """
+        try:
+            yield
+        finally:
+            for number, parameter in enumerate(all_parameters(self._root)):
+                if parameter is not None:
+                    flag = self._flags.get(id(parameter), parameter.requires_grad)
+                    if flag is not self._begin_flags[number]:
+                        self._changed_flags[number] = flag
+                        parameter.requires_grad_(self._begin_flags[number])
 
     def _views_on_both_sides(self) -> None:
         """If memory is written to on a later stage than the one it comes from, that stage receives

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,18 @@ def batch_signature(batch: Any) -> Hashable:
     return described, str(pytree.tree_structure(batch))
 
 
+def all_parameters(root: nn.Module) -> Iterator[nn.Parameter | None]:
+    """The entries of all modules, in an order that is the same on every stage."""
+    for module in root.modules():
+        yield from parameters_of(module).values()
+
+
+def flags_of(root: nn.Module) -> tuple[bool, ...]:
+    """Which of :func:`all_parameters` require a gradient."""
+    with without_torch_function_of_subclasses():
+        return tuple(p is not None and p.requires_grad for p in all_parameters(root))
+
+
 def module_signature(root: nn.Module) -> Hashable:
     """The parameters that require a gradient, the training mode of modules, whether gradients are
     recorded, how many hooks modules have on what they return and on their backward, and which
@@ -44,11 +56,6 @@ def module_signature(root: nn.Module) -> Hashable:
     step (``if self.average is None``).
     """
     with without_torch_function_of_subclasses():
-        learning = tuple(
-            parameter is not None and parameter.requires_grad
-            for module in root.modules()
-            for parameter in parameters_of(module).values()
-        )
         hooks = tuple(filter(None, map(num_hooks, root.modules())))
     missing = tuple(name for name, value in vars(root).items() if value is None)
-    return learning, root.training, torch.is_grad_enabled(), hooks, missing
+    return flags_of(root), root.training, torch.is_grad_enabled(), hooks, missing

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipeshift.compat.torch_private import parameters_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import Rebuild
+from lightning_pipeshift.model.trace.signature import all_parameters, flags_of
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
 
@@ -121,8 +121,8 @@ class Trace:
         lacks_loss: whether gradients are recorded and the step has returned no loss.
         modes: for modules whose training mode changes within the step, by their number, the mode
             in which it leaves them.
-        flags: for parameters whose ``requires_grad`` changes inside of layers, by the number of
-            their module and their name: the flag with which the step leaves them.
+        flags: for parameters whose ``requires_grad`` changes within the step, by their number: the
+            flag with which it leaves them.
         carried: for state that user code keeps on modules and uses in the next microbatch on an
             earlier layer's stage: that layer, and the one whose stage computes it.
     """
@@ -147,7 +147,7 @@ class Trace:
     replaces: str = ""
     lacks_loss: bool = False
     modes: Mapping[int, bool] = field(default_factory=dict)
-    flags: Mapping[tuple[int, str], bool] = field(default_factory=dict)
+    flags: Mapping[int, bool] = field(default_factory=dict)
     carried: frozenset[tuple[int, int]] = frozenset()
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
@@ -178,19 +178,46 @@ class Trace:
                 " `requires_grad_(False)` on it."
             )
 
+    @staticmethod
+    def require_same_flags(
+        traces: Sequence[Trace | None], begin: Sequence[bool], root: nn.Module
+    ) -> None:
+        """Raises LayerError if a step has changed the ``requires_grad`` of parameters otherwise
+        than when it was followed: other stages do not know it.
+
+        Args:
+            traces: of its microbatches.
+            begin: the flags when it began.
+            root: the LightningModule, after the step.
+        """
+        expected = dict(enumerate(begin))
+        for trace in traces:
+            expected |= trace.flags if trace is not None else {}
+        found = flags_of(root)
+        changed = {number for number, flag in enumerate(found) if flag is not expected[number]}
+        if changed:
+            parameters = list(all_parameters(root))
+            own = {id(parameters[number]) for number in changed}
+            names = [repr(name) for name, each in root.named_parameters() if id(each) in own]
+            raise LayerError(
+                f"The step has changed `requires_grad` of {', '.join(names[:3])}"
+                f"{', ...' if len(names) > 3 else ''}, as it did not when it was followed first, so"
+                " gradients of this step may be wrong, and other stages do not know it. Change"
+                " `requires_grad` in a hook (`on_train_epoch_start`, `on_train_batch_start`), or"
+                " with `BaseFinetuning`."
+            )
+
     def set_modes(self, root: nn.Module) -> None:
         """Leaves modules in the training mode, and parameters with the ``requires_grad``, in which
         the whole step leaves them, on a stage that has run a part of it.
         """
-        if not self.modes and not self.flags:
-            return
-        modules = list(root.modules())
-        for number, mode in self.modes.items():
-            modules[number].training = mode
-        for (number, name), flag in self.flags.items():
-            parameter = parameters_of(modules[number])[name]
-            if parameter is not None:
-                parameter.requires_grad_(flag)
+        if self.modes:
+            for number, module in enumerate(root.modules()):
+                module.training = self.modes.get(number, module.training)
+        if self.flags:
+            for number, parameter in enumerate(all_parameters(root)):
+                if parameter is not None and number in self.flags:
+                    parameter.requires_grad_(self.flags[number])
 
     def payload(self, boundary: int) -> Payload:
         """The values that cross the boundary before a layer, and how to receive them."""

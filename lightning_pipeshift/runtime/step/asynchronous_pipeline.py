@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.trace.signature import module_signature
+from lightning_pipeshift.model.trace.signature import flags_of, module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
@@ -198,7 +198,10 @@ class AsynchronousPipeline(Pipeline):
         profiler.begin_step()
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
+        begin = flags_of(self.root)
         finished = minibatches.begin(minibatch)
+        if trace is not None:
+            Trace.require_same_flags([trace], begin, self.root)
         profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1

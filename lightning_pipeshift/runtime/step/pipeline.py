@@ -38,7 +38,7 @@ from lightning_pipeshift.model.parameters.uses import (
 from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
 )
-from lightning_pipeshift.model.trace.signature import module_signature
+from lightning_pipeshift.model.trace.signature import flags_of, module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -931,7 +931,10 @@ class Pipeline:
             listener.before_step(given, traces)
         self._follow_moves_with_memory()
         step = self._step(given, self._microbatches(keys, slices, traces))
+        begin = flags_of(self.root) if traces[0] is not None else ()
         report = self._run(step, given)
+        if begin:
+            Trace.require_same_flags(traces, begin, self.root)
         # Before the sums: the gradients of layers that have moved arrive with them.
         self._finish_change()
         self._collect_gradients(given, report)
