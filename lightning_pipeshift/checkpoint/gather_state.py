@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import buffers_of
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.model.trace.placeholder import META
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -57,7 +58,7 @@ def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
 
 def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
     """Returns a function that returns the stage from which an entry of the model's state dict is
-    taken: ``home`` if that has the entry, and ``None`` for entries of no layer.
+    taken: ``home`` if that has the entry, and ``None`` for entries of no layer or of user code.
     """
     stage_of = {id(layer): stage for layer, stage in holdings.layers}
     prefixes = {
@@ -66,9 +67,18 @@ def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
         if id(module) in stage_of
     }
 
+    of_user_code = {
+        f"{module_name}.{name}"
+        for module_name, module in holdings.root.named_modules(remove_duplicate=False)
+        if holdings.is_of_user_code(module)
+        for name in buffers_of(module)
+    }
+
     def source_of(name: str, value: Any) -> int | None:
         if holdings.knows(value):
             return _source_of(holdings, value, home)
+        if name in of_user_code:
+            return None
         return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), None)
 
     return source_of

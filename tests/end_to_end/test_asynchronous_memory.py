@@ -356,13 +356,13 @@ class Living(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         for parameter in module.parameters() if self.found else ():
-            if parameter.device.type == "cpu" and id(parameter) not in self._heard:
+            if not parameter.is_meta and id(parameter) not in self._heard:
                 self._heard.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         # The newest version of each weight: older ones have been seen when they were that.
-        held = [p for p in module.parameters() if p.device.type == "cpu"]
+        held = [p for p in module.parameters() if not p.is_meta]
         state = trainer.optimizers[0].state
         for parameter in held:
             self._weights.add(parameter)

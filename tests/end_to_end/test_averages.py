@@ -107,6 +107,43 @@ class EvaluatedCopy(CopyAsModule):
         self.log("val_loss", F.cross_entropy(self.average(features), classes))
 
 
+class FlatAverage(nn.Module):
+    """An average that has its own names for its tensors, all of them buffers.
+
+    Args:
+        model: is averaged.
+    """
+
+    count: Tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {name: name.replace(".", "_") for name, _ in model.named_parameters()}
+        self.register_buffer("count", torch.tensor(0))
+        for name, parameter in model.named_parameters():
+            self.register_buffer(self.names[name], parameter.detach().clone())
+
+    def forward(self, model: nn.Module) -> None:
+        """Takes in the model's present weights."""
+        self.count += 1
+        rest = 1 - torch.clamp((1 + self.count) / (10 + self.count), max=DECAY)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                mine = self.get_buffer(self.names[name]).type_as(parameter)
+                mine.sub_(rest.to(parameter.device) * (mine - parameter))
+
+
+class FlatCopyAsModule(Plain):
+    """A module of buffers that no step calls."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.average = FlatAverage(self.net)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average(self.net)
+
+
 class DictInAHook(Plain):
     """A dict of clones, saved in the checkpoint by hand."""
 
@@ -424,6 +461,7 @@ CASES = {
     "copy in a list": Case(CopyInAList, saves=False),
     "copy as a module": Case(CopyAsModule),
     "evaluated copy": Case(EvaluatedCopy),
+    "flat copy as a module": Case(FlatCopyAsModule),
     "dict in a hook": Case(DictInAHook),
     "dict in the step": Case(DictInTheStep),
     "lists": Case(ListOfMany, saves=False),

@@ -677,6 +677,46 @@ def test_a_step_may_stop_the_trainer(at: int, below: float) -> None:
     assert 4 < expected[1] < 16
 
 
+class MakesTensorsForParameters(SequentialMLP):
+    """Asks each parameter for its device and type, as one does for a tensor to compute with."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            ones = torch.ones(2, device=parameter.device)
+            self.seen += batch[0].to(parameter.device).mean() + ones.sum()
+            self.seen += batch[0].type_as(parameter).mean() + batch[0].to(parameter).mean()
+        self.log("seen", float(self.seen))
+
+
+def test_tensors_made_for_another_stages_parameters_have_values() -> None:
+    """They were tensors of the meta device: what was computed from them was lost."""
+    compare(optimizing, MakesTensorsForParameters)
+
+
+class ComparesWithPrototypes(SequentialMLP):
+    """The loss uses a parameter of no layer, also without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.eye(5))
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = super().forward(features)
+        fixed = F.normalize(self.prototypes.data, dim=1) + self.prototypes.detach().exp()
+        return scores @ fixed + scores @ self.prototypes
+
+
+def test_a_parameter_of_no_layer_may_be_used_without_its_gradient() -> None:
+    """It was said that the step takes another branch."""
+    compare(optimizing, ComparesWithPrototypes)
+
+
 class LogsANorm(SequentialMLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         *_, weight, _ = self.parameters()
@@ -735,7 +775,10 @@ class KeepsItsLoss(SequentialMLP):
         return loss / self.average
 
 
-@pytest.mark.parametrize("make", [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss])
+KEEPING = [KeepsAnAttribute, KeepsABuffer, KeepsItsLoss]
+
+
+@pytest.mark.parametrize("make", KEEPING)
 def test_what_a_step_keeps_is_there_in_the_next_one(make: Callable[..., Any]) -> None:
     strategy = {"microbatches": 1}
     (expected,) = on_ranks(1, skipping, make, strategy=strategy)

@@ -410,8 +410,10 @@ class StagePass(PlaceholderListener):
             entry = trace.entries.get((self._position, self._number))
         if trace is None or entry is None:
             result = function(*self._with_aliases(args), **self._with_aliases(kwargs))
-            if is_followed:
+            if is_followed and any(map(self._depends_on_a_layer, tensors_of((args, kwargs)))):
                 # A tensor that every stage has and writes to remains one that every stage has.
+                # What is computed without a gradient of parameters alone (`parameter.data`), every
+                # stage has as well.
                 given = {id(x) for x in tensors_of((args, kwargs)) if not self._is_followed(x)}
                 self._marked([x for x in tensors_of(result) if id(x) not in given])
             return result
@@ -427,9 +429,12 @@ class StagePass(PlaceholderListener):
             return self._compute(entry, function, args, kwargs)
         return self._stand_in(trace, entry, function, args, kwargs)
 
+    def _depends_on_a_layer(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, Placeholder) or getattr(tensor, _MARK, None) is self._mark
+
     def _is_followed(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on a layer, or is a parameter that requires a gradient."""
-        if isinstance(tensor, Placeholder) or getattr(tensor, _MARK, None) is self._mark:
+        if self._depends_on_a_layer(tensor):
             return True
         is_parameter = tensor.requires_grad and self.shared.knows(tensor)
         return is_parameter and torch.is_grad_enabled()

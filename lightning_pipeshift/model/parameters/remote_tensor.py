@@ -40,6 +40,8 @@ _NORMS = (
     "Norms of gradients over all stages come from `self.clip_gradients` and"
     " `lightning_pipeshift.grad_norm`."
 )
+# They read no more of their further arguments than type and device.
+_READ_KIND = frozenset({Tensor.to, Tensor.type_as})
 _OWN_ATTRIBUTES = frozenset({"_home", PARAMETER_MARK})
 
 
@@ -93,9 +95,11 @@ class _Home:
 class RemoteTensor(Tensor):
     """A tensor whose values are on other stages.
 
-    Its device is the meta device. Operations on it return tensors of this class. Writing to it has
-    no effect on this stage, as the stages that hold the tensor do it. Writing it into a tensor of
-    this stage makes that one a tensor of this class as well. Reading it is an error.
+    Its memory is on the meta device (``is_meta``), but ``device`` is this stage's own: user code
+    makes tensors for it there (``x.to(next(self.parameters()).device)``). Operations on it return
+    tensors of this class. Writing to it has no effect on this stage, as the stages that hold the
+    tensor do it. Writing it into a tensor of this stage makes that one a tensor of this class as
+    well. Reading it is an error.
 
     Args:
         data: has its shape and type; on the meta device.
@@ -142,6 +146,11 @@ class RemoteTensor(Tensor):
     ) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return _set_data(*args)
+        if func == Tensor.device.__get__:
+            return _device()
+        if func in _READ_KIND and not isinstance(args[0], RemoteTensor):
+            # A tensor of this stage keeps its values, whatever it is converted like.
+            args, kwargs = pytree.tree_map_only(RemoteTensor, _kind_of, (args, kwargs or {}))
         # Torch's own code still refers to what it writes to, until the function ends.
         written: list[_Written] = []
         _writes.under_way.append(written)
@@ -290,6 +299,11 @@ def _without_values(
         return before[id(made)] if id(made) in before else RemoteTensor(made, home)
 
     return pytree.tree_map_only(Tensor, standing_for, result)
+
+
+def _kind_of(tensor: RemoteTensor) -> Tensor:
+    """An empty tensor of this stage with the type of another stage's tensor."""
+    return torch.empty(0, dtype=tensor.dtype, device=_device())
 
 
 def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

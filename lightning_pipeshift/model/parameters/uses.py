@@ -25,7 +25,6 @@ from lightning_pipeshift.compat.torch_private import (
     parameters_of,
 )
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, swap
-from lightning_pipeshift.model.trace.placeholder import META
 
 
 class Slot(NamedTuple):
@@ -284,7 +283,7 @@ def hold(tensor: Tensor, data: Tensor) -> None:
     """Sets the values of a parameter or buffer that was on another stage. The object is
     unchanged.
     """
-    if data.device.type == tensor.device.type:
+    if data.is_meta == tensor.is_meta and data.device.type == tensor.device.type:
         tensor.data = data
         return
     fresh = data
@@ -334,6 +333,14 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
     return found
 
 
+def state_to_send(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """The part of :func:`other_state` that this stage has if it holds the layer: without buffers
+    into which user code has written another stage's values (an average of its weights).
+    """
+    state = other_state(layer)
+    return {path: value for path, value in state.items() if not isinstance(value, RemoteTensor)}
+
+
 def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
     """Loads the result of :func:`other_state` of another rank into a layer."""
     modules = dict(layer.named_modules())
@@ -353,8 +360,8 @@ def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
     if before is None or value is None:
         buffers[name] = value
     elif before.shape != value.shape or before.dtype is not value.dtype:
-        buffers[name] = value.to(before.device) if before.device != META else value
-    elif before.device == META:
+        buffers[name] = value.to(before.device) if not before.is_meta else value
+    elif before.is_meta:
         hold(before, value)
     else:
         with torch.no_grad():

@@ -312,7 +312,7 @@ def _plain(leaf: Any, indexing: bool) -> Any:
         return leaf.shadow
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
+    if indexing and leaf.dtype in (torch.bool, torch.uint8) and not leaf.is_meta:
         # A real mask determines the shape: replaced by indices, it does so without values. `index`
         # takes one index for each dimension of the mask; only a one-dimensional mask remains one
         # argument.
@@ -342,7 +342,7 @@ def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
     watcher gives conditions.
     """
     if not isinstance(tensor, Placeholder):
-        if tensor.device == META:
+        if tensor.is_meta:
             return torch.ones_like(tensor, device=on)
         return tensor.detach().to(on, copy=True)
     if tensor.dtype == torch.bool:

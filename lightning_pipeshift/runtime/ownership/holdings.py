@@ -41,12 +41,11 @@ from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
     give_gradient,
     hold,
-    other_state,
     release,
     slots_of,
+    state_to_send,
     take_other_state,
 )
-from lightning_pipeshift.model.trace.placeholder import META
 from lightning_pipeshift.model.user_state.random_streams import Position
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.lane import Sent
@@ -191,7 +190,7 @@ class Holdings:
         inside: dict[int, tuple[Tensor, bool]] = {}
         for layer, stage in self.layers:
             for module in layer.modules():
-                is_here = stage == self.stage or id(module) in self._of_user_code
+                is_here = stage == self.stage or self.is_of_user_code(module)
                 for buffer in buffers_of(module).values():
                     if buffer is not None:
                         _, is_held = inside.get(id(buffer), (buffer, False))
@@ -241,6 +240,10 @@ class Holdings:
                     found.setdefault(layer, name)
         return found
 
+    def is_of_user_code(self, module: nn.Module) -> bool:
+        """Whether a module belongs to user code, which keeps its buffers on every stage."""
+        return id(module) in self._of_user_code
+
     def is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a parameter, gradient or layer's buffer of this
         stage.
@@ -251,7 +254,7 @@ class Holdings:
             own += [use.parameter, use.parameter.grad]
         for layer, _ in self.layers:
             for module in layer.modules():
-                if id(module) not in self._of_user_code:
+                if not self.is_of_user_code(module):
                     own += buffers_of(module).values()
         return any(one is not None and storage_key_of(one) == memory for one in own)
 
@@ -299,7 +302,7 @@ class Holdings:
         own = {id(use.parameter) for use in self.uses}
         for layer, _ in self.layers:
             for module in layer.modules():
-                if id(module) not in self._of_user_code:
+                if not self.is_of_user_code(module):
                     own.update(map(id, buffers_of(module).values()))
         return own
 
@@ -421,7 +424,7 @@ class Holdings:
             return
         layer, _ = self.layers[number - len(self.uses)]
         if self.stage == source:
-            channels.send_values(other_state(layer), to)
+            channels.send_values(state_to_send(layer), to)
         elif self.stage == to:
             take_other_state(layer, dict(channels.receive_values(source)))
 
@@ -435,7 +438,7 @@ class Holdings:
         with torch.no_grad(), flat_weights_forgotten(self.root):
             for tensor, is_held in self._tensors():
                 if is_held:
-                    if tensor.device != device and tensor.device != META:
+                    if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
                 elif final:
                     self._release(tensor, names[id(tensor)])
@@ -486,7 +489,7 @@ class Holdings:
         self._aliases = self._copies = None
         for slot in slots_of(self.root):
             tensor = slot.get()
-            if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+            if tensor is not None and not tensor.is_meta and tensor.device.type != "cpu":
                 tensor.data = tensor.data.cpu()
 
     def match_shared(self) -> None:

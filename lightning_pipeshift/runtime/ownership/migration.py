@@ -43,7 +43,7 @@ from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
     give_gradient,
     hold,
-    other_state,
+    state_to_send,
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -465,7 +465,7 @@ class Migration(ActionListener, LayerListener):
         for transfer in self._leaving():
             if transfer.parameter is None:
                 module, _ = self._holdings.layers[transfer.layers[0]]
-                transfer.values = other_state(module)
+                transfer.values = state_to_send(module)
         self._mark()
         self._is_settled.set()
 

@@ -53,7 +53,7 @@ HELD = [
 
 def what_is_here() -> tuple[set[str], set[str]]:
     net, holdings, _ = make()
-    here = {n for n, t in net.state_dict(keep_vars=True).items() if t.device.type != "meta"}
+    here = {n for n, t in net.state_dict(keep_vars=True).items() if not t.is_meta}
     return here, {use.name for use in holdings.held}
 
 
