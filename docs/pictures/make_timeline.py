@@ -25,8 +25,8 @@ from benchmarks.timeline_cost import LENGTH, LanguageModel  # noqa: E402
 from lightning_pipeshift import PipelineTimeline, PipeShiftStrategy  # noqa: E402
 from lightning_pipeshift.pictures.figure import save  # noqa: E402
 from lightning_pipeshift.pictures.gantt import gantt  # noqa: E402
-from lightning_pipeshift.plan.timeline.recording import Recording  # noqa: E402
 from lightning_pipeshift.testing.ranks import run_ranks  # noqa: E402
+from lightning_pipeshift.timeline.recording import Recording  # noqa: E402
 from tests.features_models import quiet_trainer  # noqa: E402
 
 NUM_STEPS = 16

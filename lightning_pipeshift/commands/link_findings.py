@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.commands.host_findings import Finding
-from lightning_pipeshift.plan.timeline.clocks import Offset, Ping, offset_of
 from lightning_pipeshift.text import bytes_text, seconds_text
+from lightning_pipeshift.timeline.clocks import Offset, Ping, offset_of
 
 _ALL_PAIRS_RANKS: Final = 8
 _NUM_PINGS: Final = 24

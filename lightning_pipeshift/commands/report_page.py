@@ -9,12 +9,12 @@ from statistics import median
 from typing import Final
 
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline.compared import Compared
-from lightning_pipeshift.plan.timeline.outcomes import Outcome
-from lightning_pipeshift.plan.timeline.recording import Recording, What
-from lightning_pipeshift.plan.timeline.shares import shares_of
-from lightning_pipeshift.plan.timeline.text import draw
 from lightning_pipeshift.text import bytes_text, seconds_text
+from lightning_pipeshift.timeline.compared import Compared
+from lightning_pipeshift.timeline.outcomes import Outcome
+from lightning_pipeshift.timeline.recording import Recording, What
+from lightning_pipeshift.timeline.shares import shares_of
+from lightning_pipeshift.timeline.text import draw
 
 _WIDTH, _HEIGHT, _EDGE = 900, 220, 40
 _STYLE: Final = """

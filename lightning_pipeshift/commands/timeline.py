@@ -9,8 +9,8 @@ from pathlib import Path
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.files import printable
-from lightning_pipeshift.plan.timeline.recording import Recording
-from lightning_pipeshift.plan.timeline.text import draw
+from lightning_pipeshift.timeline.recording import Recording
+from lightning_pipeshift.timeline.text import draw
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

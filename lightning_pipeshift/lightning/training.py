@@ -36,7 +36,6 @@ from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.checksum import (
@@ -47,6 +46,7 @@ from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
+from lightning_pipeshift.timeline.recording import What
 
 
 def _weighed(result: Any) -> Any:

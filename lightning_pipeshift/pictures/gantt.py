@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from lightning_pipeshift.pictures.figure import new_figure
 from lightning_pipeshift.plan.schedule.actions import Kind
-from lightning_pipeshift.plan.timeline.compared import Compared
-from lightning_pipeshift.plan.timeline.recording import RankRecord, Recording, What
-from lightning_pipeshift.plan.timeline.shares import mean, shares_of
-from lightning_pipeshift.plan.timeline.text import headline
 from lightning_pipeshift.text import seconds_text
+from lightning_pipeshift.timeline.compared import Compared
+from lightning_pipeshift.timeline.recording import RankRecord, Recording, What
+from lightning_pipeshift.timeline.shares import mean, shares_of
+from lightning_pipeshift.timeline.text import headline
 
 _COLOURS: Final = {
     Kind.FORWARD: "#4878cf",

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_pipeshift.commands import doctor, host_findings, link_findings
 from lightning_pipeshift.commands.host_findings import Finding
-from lightning_pipeshift.plan.timeline.clocks import Offset
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.timeline.clocks import Offset
 
 
 def lines(text: str, what: str) -> list[str]:

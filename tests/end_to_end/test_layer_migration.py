@@ -23,10 +23,10 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.commands.cli import PipeShiftCLI
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline import outcomes
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.timeline import outcomes
 from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep, hearing
 from tests.features_models import (
     AwaitsPlanning,

@@ -32,11 +32,11 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.asynchronous import turn
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
-from lightning_pipeshift.plan.timeline.recording import Mark, Recording, What, sender_of
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.timeline.recording import Mark, Recording, What, sender_of
 from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
 from tests.features_models import AwaitsPlanning, built, parameters_of, quiet_trainer, read_csv
 from tests.models import points

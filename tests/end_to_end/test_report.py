@@ -13,11 +13,11 @@ import pytest
 from lightning_pipeshift.commands import report
 from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.timeline import outcomes
-from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
-from lightning_pipeshift.plan.timeline.expected import expected
-from lightning_pipeshift.plan.timeline.outcomes import Outcome
-from lightning_pipeshift.plan.timeline.recording import Mark, Memory, Recording, What
+from lightning_pipeshift.timeline import outcomes
+from lightning_pipeshift.timeline.chrome_trace import chrome_trace
+from lightning_pipeshift.timeline.expected import expected
+from lightning_pipeshift.timeline.outcomes import Outcome
+from lightning_pipeshift.timeline.recording import Mark, Memory, Recording, What
 from tests.unit.plan.test_timeline import PLAN
 
 

@@ -1,6 +1,6 @@
-"""Imports run one way: plan <- compat <- devices <- model <- runtime <- the Lightning-facing top.
-And they leave torch and Lightning as they are, for those who import the package and train without
-it.
+"""Imports run one way: plan <- timeline <- compat <- devices <- model <- runtime <- the
+Lightning-facing top. And they leave torch and Lightning as they are, for those who import the
+package and train without it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,
 and for type checkers only, count.
@@ -17,18 +17,17 @@ from lightning_pipeshift.testing.ranks import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
-FLOORS = ("plan", "compat", "devices", "model", "runtime")
+FLOORS = ("plan", "timeline", "compat", "devices", "model", "runtime")
 TOP = len(FLOORS)
 # Modules that are on the top, although the folder that they are in is further below.
 ON_TOP = {("compat", "lightning_private")}
 OPEN_TO_ALL = {"documents", "errors", "files", "host", "text"}
 # What a floor may not import, although it lies below all of the house.
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+_TORCH = {"torch", "torchmetrics"}
 FOREIGN = {
-    0: {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
-    1: {"lightning", "pytorch_lightning", "lightning_fabric"},
-    2: {"lightning", "pytorch_lightning", "lightning_fabric"},
-    3: {"lightning", "pytorch_lightning", "lightning_fabric"},
-    4: {"lightning", "pytorch_lightning", "lightning_fabric"},
+    FLOORS.index(name): _LIGHTNING | (_TORCH if name in ("plan", "timeline") else set())
+    for name in FLOORS
 }
 
 
@@ -106,6 +105,9 @@ def test_no_file_imports_upward():
         ("runtime/a.py", "from pytorch_lightning import Trainer"),
         ("plan/a.py", "from lightning_pipeshift.compat.torch_private import pytree"),
         ("plan/a.py", "from lightning_pipeshift.compat import torch_private"),
+        ("plan/a.py", "from lightning_pipeshift.timeline.recording import Recording"),
+        ("timeline/a.py", "import torch"),
+        ("timeline/a.py", "from lightning_pipeshift.runtime import recording"),
         ("model/a.py", "from lightning_pipeshift.compat.lightning_private import is_local_path"),
         ("runtime/a.py", "from lightning_pipeshift.compat import lightning_private"),
         ("compat/a.py", "import lightning"),
@@ -126,6 +128,7 @@ def test_an_upward_import_is_found(path, source):
         ("plan/a.py", "from lightning_pipeshift.plan.schedule.actions import Action"),
         ("plan/a.py", "from .action import Action"),
         ("plan/a.py", "import json"),
+        ("timeline/a.py", "from lightning_pipeshift.plan.schedule.actions import Action"),
         ("model/a.py", "import torch\nfrom lightning_pipeshift.plan import action"),
         ("runtime/a.py", "import torch\nfrom lightning_pipeshift.model.gates.gate import Gate"),
         ("runtime/a.py", "from ..model import gate"),

@@ -19,11 +19,11 @@ from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineResults
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline import outcomes
-from lightning_pipeshift.plan.timeline.recording import Recording
 from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+from lightning_pipeshift.timeline import outcomes
+from lightning_pipeshift.timeline.recording import Recording
 
 _PURPOSE: Final = "`PipelineTimeline` records the stages of"
 
@@ -39,7 +39,7 @@ class PipelineTimeline(Callback):
     which layers change their owners are recorded too.
 
     The loggers get figures of each recorded step, as ``pipeshift/bubble`` (see
-    :func:`~lightning_pipeshift.plan.timeline.metrics.metrics_of`) and ``pipeshift/moves``, how many
+    :func:`~lightning_pipeshift.timeline.metrics.metrics_of`) and ``pipeshift/moves``, how many
     layers have changed their owners so far; and, if matplotlib is installed, a picture of the first
     and of the last one. A rank that has become slower than the plan expects is named in a warning.
     Decisions by measurements, and what they have gained, are in ``decisions.json``.

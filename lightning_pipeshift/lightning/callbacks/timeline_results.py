@@ -17,11 +17,11 @@ from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.files import write_text
 from lightning_pipeshift.pictures.figure import require_matplotlib, save
 from lightning_pipeshift.pictures.gantt import gantt
-from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
-from lightning_pipeshift.plan.timeline.compared import Compared
-from lightning_pipeshift.plan.timeline.metrics import PREFIX, metrics_of
-from lightning_pipeshift.plan.timeline.recording import Recording, What
-from lightning_pipeshift.plan.timeline.slow_ranks import SlowRanks
+from lightning_pipeshift.timeline.chrome_trace import chrome_trace
+from lightning_pipeshift.timeline.compared import Compared
+from lightning_pipeshift.timeline.metrics import PREFIX, metrics_of
+from lightning_pipeshift.timeline.recording import Recording, What
+from lightning_pipeshift.timeline.slow_ranks import SlowRanks
 
 PICTURE = f"{PREFIX}timeline"
 """The name under which loggers get the picture."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.timeline.recording import What
 
 # What may be on its way to a rank: so much that the link is never idle while a thread wakes up, and
 # so little that an urgent block does not wait long.

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
 from lightning_pipeshift.model.parameters.uses import give_gradient
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
@@ -31,6 +30,7 @@ from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
 from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.timeline.recording import What
 
 
 class Sum(Protocol):

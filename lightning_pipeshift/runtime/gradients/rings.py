@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.plan.cost.lanes import MOST_PIECES, num_pieces
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.groups import Group
 from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
@@ -34,6 +33,7 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.timeline.recording import What
 
 
 class RingSum:

@@ -26,11 +26,11 @@ from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.saved.saved_tensors import SavedBlock
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, place_in_forward
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.offload.copying import Ticket
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
+from lightning_pipeshift.timeline.recording import What
 
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0

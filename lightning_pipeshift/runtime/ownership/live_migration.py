@@ -40,7 +40,6 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
@@ -49,6 +48,7 @@ from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.timeline.recording import What
 
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4

@@ -47,13 +47,13 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
+from lightning_pipeshift.timeline.recording import What
 
 # The gradient from before the step, and that of the old owner's microbatches.
 _EARLIER = "gradient of earlier steps"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline.outcomes import Outcome
 from lightning_pipeshift.runtime.planning.move_decision import Decision
+from lightning_pipeshift.timeline.outcomes import Outcome
 
 
 class _InForce(NamedTuple):

@@ -18,13 +18,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline.clocks import Ping, offset_of
-from lightning_pipeshift.plan.timeline.recording import Mark, RankRecord, Recording, What
 from lightning_pipeshift.runtime.comm.channels import Channels, lane_name
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
 from lightning_pipeshift.runtime.recording.recorder import Recorder
+from lightning_pipeshift.timeline.clocks import Ping, offset_of
+from lightning_pipeshift.timeline.recording import Mark, RankRecord, Recording, What
 
 # The numbers of the lanes.
 _RECORDS: Final = 10

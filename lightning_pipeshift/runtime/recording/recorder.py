@@ -19,8 +19,8 @@ import torch
 
 from lightning_pipeshift.devices.streams import Event, record_event, start_of_clock
 from lightning_pipeshift.plan.schedule.actions import Action
-from lightning_pipeshift.plan.timeline.recording import Mark, Memory, RankRecord, What
 from lightning_pipeshift.runtime.step.listeners import ActionListener
+from lightning_pipeshift.timeline.recording import Mark, Memory, RankRecord, What
 
 _MOST_MARKS: Final = 20_000
 
@@ -78,7 +78,7 @@ class Recorder(ActionListener):
         """Notes a mark; any thread may call this, at any time.
 
         Args:
-            what: see :class:`~lightning_pipeshift.plan.timeline.recording.Mark`, as the others.
+            what: see :class:`~lightning_pipeshift.timeline.recording.Mark`, as the others.
             name: see there.
             begin: a result of :meth:`now`, or of ``time.perf_counter``.
             end: likewise.

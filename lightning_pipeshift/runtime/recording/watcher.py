@@ -24,7 +24,7 @@ class Watcher(Protocol):
         num_bytes: int = 0,
     ) -> None:
         """Notes that something took some time: see
-        :class:`~lightning_pipeshift.plan.timeline.recording.Mark`.
+        :class:`~lightning_pipeshift.timeline.recording.Mark`.
         """
 
     def lasting(

@@ -20,7 +20,6 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.plan.timeline.recording import REPORT, What
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -46,6 +45,7 @@ from lightning_pipeshift.runtime.step.stage import WAIT
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.timeline.recording import REPORT, What
 
 
 class _Notice(NamedTuple):

@@ -58,7 +58,6 @@ from lightning_pipeshift.plan.schedule.schedules import (
     schedule_named,
     with_recomputation,
 )
-from lightning_pipeshift.plan.timeline.recording import REPORT, What
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
@@ -117,6 +116,7 @@ from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.runtime.step.user_state import UserState
 from lightning_pipeshift.runtime.step.votes import Votes
+from lightning_pipeshift.timeline.recording import REPORT, What
 
 
 @lru_cache(maxsize=512)

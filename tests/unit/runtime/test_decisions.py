@@ -12,11 +12,11 @@ import torch
 
 from lightning_pipeshift import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.timeline import outcomes
-from lightning_pipeshift.plan.timeline.outcomes import Outcome
 from lightning_pipeshift.runtime.planning.decisions import Decisions
 from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.step.votes import Votes
+from lightning_pipeshift.timeline import outcomes
+from lightning_pipeshift.timeline.outcomes import Outcome
 from tests.unit.plan.test_timeline import PLAN
 
 BETTER = PLAN.with_placement(Placement(((3, 1),)))

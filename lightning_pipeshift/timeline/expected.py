@@ -8,7 +8,7 @@ from typing import Final
 from lightning_pipeshift.plan.cost.simulator import Span, Timeline
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.timeline.recording import (
+from lightning_pipeshift.timeline.recording import (
     REPORT,
     Mark,
     RankRecord,

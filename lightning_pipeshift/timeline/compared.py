@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.timeline.expected import expected
-from lightning_pipeshift.plan.timeline.recording import REPORT, Mark, Recording, What
+from lightning_pipeshift.timeline.expected import expected
+from lightning_pipeshift.timeline.recording import REPORT, Mark, Recording, What
 
 
 @dataclass(frozen=True, slots=True)

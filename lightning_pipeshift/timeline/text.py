@@ -7,10 +7,10 @@ from typing import Final
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
-from lightning_pipeshift.plan.timeline.compared import Compared
-from lightning_pipeshift.plan.timeline.recording import Recording
-from lightning_pipeshift.plan.timeline.shares import Shares, mean, shares_of
 from lightning_pipeshift.text import seconds_text
+from lightning_pipeshift.timeline.compared import Compared
+from lightning_pipeshift.timeline.recording import Recording
+from lightning_pipeshift.timeline.shares import Shares, mean, shares_of
 
 _WIDTH: Final = 100
 _GRID_WIDTH: Final = 56

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lightning_pipeshift.plan.inputs.traffic import PIPELINE
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.timeline.recording import (
+from lightning_pipeshift.timeline.recording import (
     FIELD,
     Mark,
     RankRecord,

@@ -18,12 +18,12 @@ from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.schedule.actions import Action
-from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
-from lightning_pipeshift.plan.timeline.clocks import Offset, Ping, offset_of
-from lightning_pipeshift.plan.timeline.compared import Compared
-from lightning_pipeshift.plan.timeline.expected import expected
-from lightning_pipeshift.plan.timeline.metrics import metrics_of
-from lightning_pipeshift.plan.timeline.recording import (
+from lightning_pipeshift.timeline.chrome_trace import chrome_trace
+from lightning_pipeshift.timeline.clocks import Offset, Ping, offset_of
+from lightning_pipeshift.timeline.compared import Compared
+from lightning_pipeshift.timeline.expected import expected
+from lightning_pipeshift.timeline.metrics import metrics_of
+from lightning_pipeshift.timeline.recording import (
     FIELD,
     Mark,
     Memory,
@@ -31,9 +31,9 @@ from lightning_pipeshift.plan.timeline.recording import (
     Recording,
     What,
 )
-from lightning_pipeshift.plan.timeline.shares import Shares, mean, shares_of
-from lightning_pipeshift.plan.timeline.slow_ranks import SlowRanks
-from lightning_pipeshift.plan.timeline.text import draw
+from lightning_pipeshift.timeline.shares import Shares, mean, shares_of
+from lightning_pipeshift.timeline.slow_ranks import SlowRanks
+from lightning_pipeshift.timeline.text import draw
 
 
 def pings(offset: float, delays: list[tuple[float, float]]) -> list[Ping]:

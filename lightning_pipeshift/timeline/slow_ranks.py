@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
-from lightning_pipeshift.plan.timeline.recording import RankRecord, Recording
 from lightning_pipeshift.text import seconds_text
+from lightning_pipeshift.timeline.recording import RankRecord, Recording
 
 _FACTOR: Final = 1.3
 """So many times as long as expected is slow, if the others are not as slow themselves."""

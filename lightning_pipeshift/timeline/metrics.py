@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_pipeshift.plan.timeline.recording import Recording
-from lightning_pipeshift.plan.timeline.shares import mean, shares_of
+from lightning_pipeshift.timeline.recording import Recording
+from lightning_pipeshift.timeline.shares import mean, shares_of
 
 PREFIX: Final = "pipeshift/"
 
@@ -14,7 +14,7 @@ def metrics_of(recording: Recording) -> dict[str, float]:
     """The figures of one step; of several minibatches, those of one of them on average.
 
     ``bubble``, ``exposed_comm`` and ``recompute`` are fractions of the step's time, means over all
-    stages (:class:`~lightning_pipeshift.plan.timeline.shares.Shares`). ``stage_seconds/V.S`` is how
+    stages (:class:`~lightning_pipeshift.timeline.shares.Shares`). ``stage_seconds/V.S`` is how
     long stage ``S`` of virtual machine ``V`` computes in a step, ``memory/V.S`` the largest number
     of bytes in use on its device in the step.
     """

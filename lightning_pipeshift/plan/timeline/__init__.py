@@ -1,1 +1,0 @@
-"""Timelines of a step: what ran when on every stage, measured or expected."""
