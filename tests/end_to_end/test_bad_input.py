@@ -423,6 +423,20 @@ class UnfreezesInAStep(LayersOfItsOwn):
         return super().training_step(batch, batch_idx)
 
 
+class _Turns(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        self.bias.requires_grad_(not self.bias.requires_grad)
+        return super().forward(input)
+
+
+class TurnsAFlag(LayersOfItsOwn):
+    """In each microbatch; stages took the flag of the first for that of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = _Turns(16, 16)
+
+
 MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (ManualOptimization, ConfigurationError, ["automatic_optimization", "return the loss"]),
     (OverridesBackward, ConfigurationError, ["backward", "OverridesBackward"]),
@@ -445,6 +459,7 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (CheckpointsSharedWeights, LayerError, ["'second.linear", "use_reentrant=False"]),
     (NormalizesAWeight, LayerError, ["'second.weight'", "in place", "microbatches=1"]),
     (UnfreezesInAStep, LayerError, ["'second.weight'", "requires_grad", "on_train_epoch_start"]),
+    (TurnsAFlag, LayerError, ["'second.bias'", "requires_grad", "hook"]),
 ]
 
 

@@ -55,7 +55,7 @@ from lightning_pipeshift.model.trace.placeholder import (
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.trace.signature import all_parameters, flags_of
+from lightning_pipeshift.model.trace.switches import SwitchRecorder
 from lightning_pipeshift.model.trace.trace import (
     LAST_STAGE,
     Place,
@@ -273,19 +273,12 @@ class _Recorder(PlaceholderListener):
         self._replaces = ""
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self._state = state_by_storage(root, gates)
-        self._modules = list(root.modules())
-        self._modes = [module.training for module in self._modules]
-        self._changed_modes: set[int] = set()
-        self._begin_flags = flags_of(root)
-        self._changed_flags: dict[int, bool] = {}
-        """``requires_grad`` when the step ends, by the parameter's number, where it has changed."""
-        self._flags: dict[int, bool] = {}
-        """By a parameter's identity, ``requires_grad`` after layers have changed it."""
+        self._switches = SwitchRecorder(root)
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
         with (
-            self._flags_followed(),
+            self._switches.recorded(),
             self._watched_code(),
             watching(self),
             applied_functions_seen(),
@@ -296,8 +289,6 @@ class _Recorder(PlaceholderListener):
             if self._streams is not None:
                 self._streams.go_to(START)
             result = step(self._root)
-        self._note_modes()
-        self._modes = [module.training for module in self._modules]
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
             self._keeps = True
@@ -682,7 +673,7 @@ class _Recorder(PlaceholderListener):
                 leaf = linked(leaf, self._device, origin)
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
-        self._note_modes()
+        self._switches.note_modes()
         self.enter_scope()
         self.inside = inside
         try:
@@ -714,9 +705,7 @@ class _Recorder(PlaceholderListener):
                 result = with_side_outputs(gate, gate.run(*args, **kwargs))
             for tensor in (slot.get() for slot in slots):
                 if isinstance(tensor, nn.Parameter):
-                    flag = stand_ins[id(tensor)].requires_grad
-                    if flag is not self._flags.get(id(tensor), tensor.requires_grad):
-                        self._flags[id(tensor)] = flag
+                    self._switches.set_flag(tensor, stand_ins[id(tensor)].requires_grad)
             return result
         except LayerError:
             raise
@@ -741,7 +730,7 @@ class _Recorder(PlaceholderListener):
                 inner,
                 self._device,
                 Origin((), inside),
-                requires_grad=self._flags.get(id(tensor), tensor.requires_grad),
+                requires_grad=self._switches.flag_of(tensor),
             )
         return stand_ins
 
@@ -771,12 +760,6 @@ class _Recorder(PlaceholderListener):
         self._number = 0
         self._is_open = False
         return rebuild(outer)
-
-    def _note_modes(self) -> None:
-        """Notes which modules are in another training mode than when the step began."""
-        for number, (module, mode) in enumerate(zip(self._modules, self._modes, strict=True)):
-            if module.training is not mode:
-                self._changed_modes.add(number)
 
     def enter_scope(self) -> None:
         self._go_to(begun(self._place))
@@ -967,27 +950,11 @@ class _Recorder(PlaceholderListener):
             replaces=self._replaces,
             lacks_loss=lacks_loss,
             carried=self.carried,
-            modes={number: self._modes[number] for number in self._changed_modes},
-            flags=self._changed_flags,
+            switches=self._switches.result,
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]
         return trace.renumbered(places)
-
-    @contextmanager
-    def _flags_followed(self) -> Iterator[None]:
-        """Notes which parameters' ``requires_grad`` the step changes, and undoes it: the stage that
-        runs this code changes it, and then the others follow.
-        """
-        try:
-            yield
-        finally:
-            for number, parameter in enumerate(all_parameters(self._root)):
-                if parameter is not None:
-                    flag = self._flags.get(id(parameter), parameter.requires_grad)
-                    if flag is not self._begin_flags[number]:
-                        self._changed_flags[number] = flag
-                        parameter.requires_grad_(self._begin_flags[number])
 
     def _views_on_both_sides(self) -> None:
         """If memory is written to on a later stage than the one it comes from, that stage receives

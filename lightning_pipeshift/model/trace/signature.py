@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,31 @@ def flags_of(root: nn.Module) -> tuple[bool, ...]:
         return tuple(p is not None and p.requires_grad for p in all_parameters(root))
 
 
-def module_signature(root: nn.Module) -> Hashable:
-    """The parameters that require a gradient, the training mode of modules, whether gradients are
-    recorded, how many hooks modules have on what they return and on their backward, and which
-    attributes of the LightningModule are ``None``.
+class ModuleSignature(NamedTuple):
+    """What a flow may depend on in the LightningModule.
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
     does user code that registers a hook while training runs, or that keeps a value for the next
     step (``if self.average is None``).
+
+    Args:
+        flags: which of :func:`all_parameters` require a gradient.
+        is_training: its training mode.
+        has_grad: whether gradients are recorded.
+        hooks: how many hooks its modules have on what they return and on their backward.
+        missing: the names of its attributes that are ``None``.
     """
+
+    flags: tuple[bool, ...]
+    is_training: bool
+    has_grad: bool
+    hooks: tuple[int, ...]
+    missing: tuple[str, ...]
+
+
+def module_signature(root: nn.Module) -> ModuleSignature:
+    """The present signature of the LightningModule."""
     with without_torch_function_of_subclasses():
         hooks = tuple(filter(None, map(num_hooks, root.modules())))
     missing = tuple(name for name, value in vars(root).items() if value is None)
-    return flags_of(root), root.training, torch.is_grad_enabled(), hooks, missing
+    return ModuleSignature(flags_of(root), root.training, torch.is_grad_enabled(), hooks, missing)

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import Rebuild
-from lightning_pipeshift.model.trace.signature import all_parameters, flags_of
+from lightning_pipeshift.model.trace.switches import Switches
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
 
@@ -119,10 +117,7 @@ class Trace:
         draws_on_host: whether anything draws from NumPy or ``random``.
         replaces: a layer that is called with other tensors in the place of its parameters.
         lacks_loss: whether gradients are recorded and the step has returned no loss.
-        modes: for modules whose training mode changes within the step, by their number, the mode
-            in which it leaves them.
-        flags: for parameters whose ``requires_grad`` changes within the step, by their number: the
-            flag with which it leaves them.
+        switches: the training modes and ``requires_grad`` that change within the step.
         carried: for state that user code keeps on modules and uses in the next microbatch on an
             earlier layer's stage: that layer, and the one whose stage computes it.
     """
@@ -146,17 +141,16 @@ class Trace:
     draws_on_host: bool = False
     replaces: str = ""
     lacks_loss: bool = False
-    modes: Mapping[int, bool] = field(default_factory=dict)
-    flags: Mapping[int, bool] = field(default_factory=dict)
+    switches: Switches = field(default_factory=Switches)
     carried: frozenset[tuple[int, int]] = frozenset()
-    _payloads: dict[int, Payload] = field(default_factory=dict)
-    _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
-    _gradients: dict[int, Payload] = field(default_factory=dict)
-    _parts: dict[tuple[int, int], StagePart] = field(default_factory=dict)
-    _specs: dict[Value, TensorSpec] = field(default_factory=dict)
-    layouts: dict[Any, Any] = field(default_factory=dict)
+    _payloads: dict[int, Payload] = field(default_factory=dict, init=False)
+    _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict, init=False)
+    _gradients: dict[int, Payload] = field(default_factory=dict, init=False)
+    _parts: dict[tuple[int, int], StagePart] = field(default_factory=dict, init=False)
+    _specs: dict[Value, TensorSpec] = field(default_factory=dict, init=False)
+    layouts: dict[Any, Any] = field(default_factory=dict, init=False)
     """The memory layouts of payloads and gradients that neighbours have sent each other."""
-    checked: Placement | None = None
+    checked: Placement | None = field(default=None, init=False)
     """The placement for which the order of the calls was checked last."""
 
     @classmethod
@@ -177,47 +171,6 @@ class Trace:
                 " an asynchronous schedule. If it is not to be trained, call"
                 " `requires_grad_(False)` on it."
             )
-
-    @staticmethod
-    def require_same_flags(
-        traces: Sequence[Trace | None], begin: Sequence[bool], root: nn.Module
-    ) -> None:
-        """Raises LayerError if a step has changed the ``requires_grad`` of parameters otherwise
-        than when it was followed: other stages do not know it.
-
-        Args:
-            traces: of its microbatches.
-            begin: the flags when it began.
-            root: the LightningModule, after the step.
-        """
-        expected = dict(enumerate(begin))
-        for trace in traces:
-            expected |= trace.flags if trace is not None else {}
-        found = flags_of(root)
-        changed = {number for number, flag in enumerate(found) if flag is not expected[number]}
-        if changed:
-            parameters = list(all_parameters(root))
-            own = {id(parameters[number]) for number in changed}
-            names = [repr(name) for name, each in root.named_parameters() if id(each) in own]
-            raise LayerError(
-                f"The step has changed `requires_grad` of {', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}, as it did not when it was followed first, so"
-                " gradients of this step may be wrong, and other stages do not know it. Change"
-                " `requires_grad` in a hook (`on_train_epoch_start`, `on_train_batch_start`), or"
-                " with `BaseFinetuning`."
-            )
-
-    def set_modes(self, root: nn.Module) -> None:
-        """Leaves modules in the training mode, and parameters with the ``requires_grad``, in which
-        the whole step leaves them, on a stage that has run a part of it.
-        """
-        if self.modes:
-            for number, module in enumerate(root.modules()):
-                module.training = self.modes.get(number, module.training)
-        if self.flags:
-            for number, parameter in enumerate(all_parameters(root)):
-                if parameter is not None and number in self.flags:
-                    parameter.requires_grad_(self.flags[number])
 
     def payload(self, boundary: int) -> Payload:
         """The values that cross the boundary before a layer, and how to receive them."""
@@ -299,30 +252,18 @@ class Trace:
                 writes={number: value(x) for number, x in old.writes.items()},
             )
 
-        return Trace(
-            renumbered(self.flow, place_of),
-            self.templates,
-            {key: entry(old) for key, old in self.entries.items()},
-            {key: {place_of[x] for x in layers} for key, layers in self.touched.items()},
-            self.logs_each_step,
-            self.is_shaped_by_batch,
-            self.is_drawn,
-            frozenset(map(value, self.tracked)),
-            frozenset(map(value, self.eager)),
-            self.open_intervals,
-            frozenset(map(value, self.rewritten)),
-            {value(a): value(b) for a, b in self.roots.items()},
-            self.keeps,
-            {
+        return replace(
+            self,
+            flow=renumbered(self.flow, place_of),
+            entries={key: entry(old) for key, old in self.entries.items()},
+            touched={key: {place_of[x] for x in layers} for key, layers in self.touched.items()},
+            tracked=frozenset(map(value, self.tracked)),
+            eager=frozenset(map(value, self.eager)),
+            rewritten=frozenset(map(value, self.rewritten)),
+            roots={value(a): value(b) for a, b in self.roots.items()},
+            state={
                 path: layer if layer == LAST_STAGE else place_of[layer]
                 for path, layer in self.state.items()
             },
-            self.writes_state,
-            self.changed_parameter,
-            self.draws_on_host,
-            self.replaces,
-            self.lacks_loss,
-            self.modes,
-            self.flags,
-            frozenset((place_of[used], place_of[made]) for used, made in self.carried),
+            carried=frozenset((place_of[used], place_of[made]) for used, made in self.carried),
         )

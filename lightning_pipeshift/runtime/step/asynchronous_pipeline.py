@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.trace.signature import flags_of, module_signature
+from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
@@ -166,10 +166,10 @@ class AsynchronousPipeline(Pipeline):
         self._optimizers = given.optimizers
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
-        trace = self._trace(key, given.step, part, module_signature(self.root))
-        if trace is not None:
-            trace.require_equal_weights()
-        (microbatch,) = self._microbatches([key], [(part, size)], [trace])
+        state, slices = module_signature(self.root), [(part, size)]
+        in_flight = self.channels.num_stages
+        traces = self._traces([key], slices, given.step, state, in_flight=in_flight)
+        (microbatch,) = self._microbatches([key], slices, traces)
         todo = replace(
             self._step(given, [microbatch]),
             first=minibatches.next,
@@ -190,6 +190,7 @@ class AsynchronousPipeline(Pipeline):
         if self.is_last and self.channels.num_stages > 1:
             # What hooks change between two calls, they change on every stage.
             self._user_state.remember()
+        (trace,) = traces
         if trace is not None and trace.state:
             self._written[id(trace)] = trace
         profiler = self.planning.profiler
@@ -198,10 +199,8 @@ class AsynchronousPipeline(Pipeline):
         profiler.begin_step()
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
-        begin = flags_of(self.root)
         finished = minibatches.begin(minibatch)
-        if trace is not None:
-            Trace.require_same_flags([trace], begin, self.root)
+        self._require_known_switches(traces, state)
         profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -38,7 +38,8 @@ from lightning_pipeshift.model.parameters.uses import (
 from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
 )
-from lightning_pipeshift.model.trace.signature import flags_of, module_signature
+from lightning_pipeshift.model.trace.signature import ModuleSignature, module_signature
+from lightning_pipeshift.model.trace.switches import require_only
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -805,13 +806,37 @@ class Pipeline:
         return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     def _traces(
-        self, keys: Sequence[Key], slices: Sequence[tuple[Any, int]], step: UserStep
+        self,
+        keys: Sequence[Key],
+        slices: Sequence[tuple[Any, int]],
+        step: UserStep,
+        state: ModuleSignature,
+        in_flight: int,
     ) -> list[Trace | None]:
-        state = module_signature(self.root)
-        parts = zip(keys, slices, strict=True)
-        return [self._trace(key, step, part, state) for key, (part, _) in parts]
+        """Returns the traces of a training step's microbatches.
 
-    def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace | None:
+        Args:
+            keys: determine the random streams.
+            slices: the microbatches, and their sizes.
+            step: runs the user's step.
+            state: the module's signature.
+            in_flight: how many microbatches may be between their forward and backward at a time.
+        """
+        parts = zip(keys, slices, strict=True)
+        traces = [self._trace(key, step, part, state) for key, (part, _) in parts]
+        if in_flight > 1:
+            for trace in filter(None, traces):
+                trace.require_equal_weights()
+        return traces
+
+    def _require_known_switches(
+        self, traces: Iterable[Trace | None], state: ModuleSignature
+    ) -> None:
+        switches = [trace.switches for trace in traces if trace is not None]
+        if switches:
+            require_only(switches, state.flags, self.root)
+
+    def _trace(self, key: Key, step: UserStep, batch: Any, state: ModuleSignature) -> Trace | None:
         if not self._traces_steps:
             return None
         trace, is_new = self._trace_cache.trace(key, step, batch, state)
@@ -923,18 +948,14 @@ class Pipeline:
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
         self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
-        traces = self._traces(keys, slices, given.step)
-        for trace in traces if len(slices) > 1 else ():
-            if trace is not None:
-                trace.require_equal_weights()
+        state = module_signature(self.root)
+        traces = self._traces(keys, slices, given.step, state, in_flight=len(slices))
         for listener in self._listeners:
             listener.before_step(given, traces)
         self._follow_moves_with_memory()
         step = self._step(given, self._microbatches(keys, slices, traces))
-        begin = flags_of(self.root) if traces[0] is not None else ()
         report = self._run(step, given)
-        if begin:
-            Trace.require_same_flags(traces, begin, self.root)
+        self._require_known_switches(traces, state)
         # Before the sums: the gradients of layers that have moved arrive with them.
         self._finish_change()
         self._collect_gradients(given, report)

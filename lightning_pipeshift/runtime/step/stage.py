@@ -28,6 +28,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     resident_in,
 )
 from lightning_pipeshift.model.trace.placeholder import dtype_named
+from lightning_pipeshift.model.trace.switches import Switches
 from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -389,14 +390,13 @@ class Stage:
         receipts.clear()
         if step.late_updates is not None:
             step.late_updates.resume()
+        switches = microbatch.trace.switches if microbatch.trace is not None else Switches()
         try:
-            with self._profile("[PipeShift] forward"):
+            with self._profile("[PipeShift] forward"), switches.followed(self._root):
                 current.run(lambda: step.function(self._root, microbatch.batch))
         finally:
             self._current_pass.value = None
             self._recorder.current = None
-        if microbatch.trace is not None:
-            microbatch.trace.set_modes(self._root)
         logs = self._recorder.take()
         held.forward = current
         step.order = current.order

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.trace.recorder import record
-from lightning_pipeshift.model.trace.signature import batch_signature
+from lightning_pipeshift.model.trace.signature import ModuleSignature, batch_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.random_streams import START, Position, RandomStreams
 from lightning_pipeshift.plan.inputs.flow import call_order, merged
@@ -55,14 +55,16 @@ class TraceCache:
         self._device = device
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
 
-    def trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> tuple[Trace, bool]:
+    def trace(
+        self, key: Key, step: UserStep, batch: Any, state: ModuleSignature
+    ) -> tuple[Trace, bool]:
         """Returns the trace of a step on a batch like this one, and whether it is new.
 
         Args:
             key: determines the microbatch's random streams; its second entry names the step.
             step: runs the user's step on a module and the batch.
             batch: one microbatch.
-            state: the LightningModule's ``module_signature``, the same for a whole step.
+            state: the LightningModule's signature, the same for a whole step.
         """
         signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
         known = self._traces.get(signature)
@@ -82,7 +84,12 @@ class TraceCache:
         return list(self._traces.values())
 
     def first(
-        self, key: Key, step: UserStep, batch: Any, state: Hashable, stopwatch: Stopwatch | None
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        state: ModuleSignature,
+        stopwatch: Stopwatch | None,
     ) -> Trace:
         """Returns the trace of the first step of a run. Sorts the gates by the order in which it
         calls their layers.
