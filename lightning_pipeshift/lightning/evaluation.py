@@ -84,10 +84,11 @@ class EvaluationSteps:
             "predict_step": precision.predict_step_context,
         }[name]
 
-        def step(root: nn.Module, part: Any) -> Any:
+        def run_step(root: nn.Module, part: Any, *rest: Any) -> Any:
             with precision_context():
                 return getattr(root, name)(part, *rest)
 
+        step = UserStep(run_step, rest)
         if self._pipeline.is_by_itself:
             return self._run_plainly(name, batch, rest, step)
         with self._context():

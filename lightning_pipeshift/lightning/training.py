@@ -154,11 +154,11 @@ class TrainingSteps:
             rest: its arguments after the batch.
         """
 
-        def step(root: Any, part: Any) -> Any:
+        def run(root: Any, part: Any, *rest: Any) -> Any:
             with self._trainer.precision_plugin.train_step_context():
                 return root.training_step(part, *rest)
 
-        return step
+        return UserStep(run, tuple(rest))
 
     def measure(self, batch: Any, *rest: Any) -> Measured | None:
         """Measures the machines and the model without training: the result is on the first rank.
@@ -181,7 +181,7 @@ class TrainingSteps:
         self._log_again(report)
         return self._result_of(report)
 
-    def _given(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> TrainingBatch:
+    def _given(self, batch: Any, step: UserStep, number: int) -> TrainingBatch:
         """A batch, with all that Lightning's loop says of it."""
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         return TrainingBatch(

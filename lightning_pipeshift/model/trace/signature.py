@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -51,26 +52,32 @@ class ModuleSignature(NamedTuple):
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
     does user code that registers a hook while training runs, or that keeps a value for the next
-    step (``if self.average is None``).
+    step (``if self.average is None``), or that changes a switch of its own (``self.warms_up``).
 
     Args:
         flags: which of :func:`all_parameters` require a gradient.
         is_training: its training mode.
         has_grad: whether gradients are recorded.
         hooks: how many hooks its modules have on what they return and on their backward.
-        missing: the names of its attributes that are ``None``.
+        attributes: its attributes that are ``None``, a bool or an ``Enum``, with their names.
     """
 
     flags: tuple[bool, ...]
     is_training: bool
     has_grad: bool
     hooks: tuple[int, ...]
-    missing: tuple[str, ...]
+    attributes: tuple[tuple[str, Any], ...]
 
 
 def module_signature(root: nn.Module) -> ModuleSignature:
     """The present signature of the LightningModule."""
     with without_torch_function_of_subclasses():
         hooks = tuple(filter(None, map(num_hooks, root.modules())))
-    missing = tuple(name for name, value in vars(root).items() if value is None)
-    return ModuleSignature(flags_of(root), root.training, torch.is_grad_enabled(), hooks, missing)
+    attributes = tuple(
+        (name, value)
+        for name, value in vars(root).items()
+        if value is None or isinstance(value, bool | Enum)
+    )
+    return ModuleSignature(
+        flags_of(root), root.training, torch.is_grad_enabled(), hooks, attributes
+    )

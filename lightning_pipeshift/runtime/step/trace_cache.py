@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.trace.conditions import Operation, PlainValues
 from lightning_pipeshift.model.trace.recorder import record
 from lightning_pipeshift.model.trace.signature import ModuleSignature, batch_signature
 from lightning_pipeshift.model.trace.trace import Trace
@@ -53,7 +54,8 @@ class TraceCache:
         self._current_pass = current_pass
         self._streams = streams
         self._device = device
-        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._traces: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+        """By signature, the traces of its steps, which differ in the branches that they take."""
 
     def trace(
         self, key: Key, step: UserStep, batch: Any, state: ModuleSignature
@@ -67,21 +69,31 @@ class TraceCache:
             state: the LightningModule's signature, the same for a whole step.
         """
         signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
-        known = self._traces.get(signature)
+        values = PlainValues(self._root, step.arguments)
+        known = self._known(signature, values)
         if known is not None and known.is_shaped_by_batch:
             signature = (*signature, checksum(batch))
-            known = self._traces.get(signature)
+            known = self._known(signature, values)
         if known is not None and not known.is_drawn:
             return known, False
         fresh = self.follow(key, step, batch)
-        self._traces[signature] = fresh
+        self._keep(signature, fresh, values)
+        return fresh, True
+
+    def _known(self, signature: Hashable, values: PlainValues) -> Trace | None:
+        traces = self._traces.get(signature, ())
+        return next((trace for trace in traces if values.meet(trace.conditions)), None)
+
+    def _keep(self, signature: Hashable, fresh: Trace, values: PlainValues) -> None:
+        """Keeps a trace, in the place of one for the same steps."""
+        others = [t for t in self._traces.get(signature, ()) if not values.meet(t.conditions)]
+        self._traces[signature] = [fresh, *others][:_MOST_TRACES]
         if len(self._traces) > _MOST_TRACES:
             self._traces.popitem(last=False)
-        return fresh, True
 
     def traces(self) -> list[Trace]:
         """The traces that are known."""
-        return list(self._traces.values())
+        return [trace for traces in self._traces.values() for trace in traces]
 
     def first(
         self,
@@ -109,14 +121,14 @@ class TraceCache:
         for index, gate in enumerate(self.gates):
             gate.index = index
         for other, known in self._traces.items():
-            self._traces[other] = known.renumbered(place_of)
+            self._traces[other] = [trace.renumbered(place_of) for trace in known]
         if stopwatch is not None:
             stopwatch.renumber(place_of)
         trace = trace.renumbered(place_of)
+        values = PlainValues(self._root, step.arguments)
+        self._keep(signature, trace, values)
         if trace.is_shaped_by_batch:
-            self._traces[signature] = trace
-            signature = (*signature, checksum(batch))
-        self._traces[signature] = trace
+            self._keep((*signature, checksum(batch)), trace, values)
         return trace
 
     def follow(
@@ -125,8 +137,12 @@ class TraceCache:
         """Traces a step on a batch, without the cache."""
         self._before()
 
+        conditions: dict[Operation, bool] = {}
+        values = PlainValues(self._root, step.arguments)
+
         def run(root: nn.Module) -> Any:
-            return step(root, batch)
+            with values.watched(conditions) as arguments:
+                return step.run(root, batch, *arguments)
 
         watched = _Watched(self._streams)
 
@@ -147,6 +163,7 @@ class TraceCache:
             # The layers that are called may depend on random numbers drawn between them.
             trace.is_drawn |= watched.has_drawn
             trace.draws_on_host = watched.has_drawn or self._streams.has_drawn_on_host()
+        trace.conditions = conditions
         return trace
 
 

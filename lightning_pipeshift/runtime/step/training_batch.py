@@ -9,8 +9,22 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-UserStep = Callable[[nn.Module, Any], Any]
-"""Runs the user's step on a module and a slice of a batch, in the user's precision."""
+
+@dataclass(frozen=True)
+class UserStep:
+    """Runs the user's step on a module and a slice of a batch, in the user's precision.
+
+    Args:
+        run: takes the module, the slice and the other arguments.
+        arguments: those after the batch: its index, and that of its dataloader.
+    """
+
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, root: nn.Module, batch: Any) -> Any:
+        """Runs it with its own arguments."""
+        return self.run(root, batch, *self.arguments)
 
 
 class Accumulation(NamedTuple):
