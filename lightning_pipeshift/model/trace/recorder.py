@@ -30,6 +30,7 @@ from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, SideOutp
 from lightning_pipeshift.model.parameters.uses import slots_of, substituted
 from lightning_pipeshift.model.saved.hooks import set_aside
 from lightning_pipeshift.model.trace.code_estimate import CodeEstimate
+from lightning_pipeshift.model.trace.conditions import PlainValues, Watch
 from lightning_pipeshift.model.trace.graph_links import described, linked, on_meta
 from lightning_pipeshift.model.trace.guesses import Guesses
 from lightning_pipeshift.model.trace.made_up import run_made_up, with_side_outputs
@@ -91,6 +92,8 @@ def record(
     stopwatch: Stopwatch | None = None,
     begin: Callable[[], object] = lambda: None,
     streams: StreamSelector | None = None,
+    values: PlainValues | None = None,
+    is_ordered: bool = False,
 ) -> Trace:
     """Runs ``step`` and returns its trace.
 
@@ -107,6 +110,9 @@ def record(
         stopwatch: times every layer during the run.
         begin: called before every run; sets the random generators.
         streams: switched as in a real run.
+        values: on which the step may branch; gives it its arguments after the LightningModule.
+        is_ordered: whether the gates are in the order of the stages; otherwise the order of this
+            step's calls is to become that of the stages.
 
     Raises:
         LayerError: the inner tensors of a layer leave it in a way that other stages cannot repeat.
@@ -114,7 +120,7 @@ def record(
 
     def attempt(guesses: Guesses) -> Trace:
         guesses.begin()
-        recorder = _Recorder(root, gates, device, stopwatch, guesses, streams)
+        recorder = _Recorder(root, gates, device, stopwatch, guesses, streams, values, is_ordered)
         begin()
         current_pass.value = recorder
         try:
@@ -132,7 +138,9 @@ def record(
 
     def follow_up(kept: Mapping[Origin, int], guesses: Guesses) -> frozenset[tuple[int, int]]:
         """Runs the next microbatch's step, to see where it uses what the one before has kept."""
-        recorder = _Recorder(root, gates, device, None, guesses.copy(), streams, kept)
+        recorder = _Recorder(
+            root, gates, device, None, guesses.copy(), streams, values, is_ordered, kept
+        )
         begin()
         current_pass.value = recorder
         # A second step may fail where the first one does not, as values are missing.
@@ -217,8 +225,12 @@ class _Recorder(PlaceholderListener):
         stopwatch: Stopwatch | None,
         guesses: Guesses,
         streams: StreamSelector | None,
+        values: PlainValues | None,
+        is_ordered: bool,
         kept: Mapping[Origin, int] | None = None,
     ) -> None:
+        self._plain = values or PlainValues(root, ())
+        self._watch = Watch()
         self._kept = kept or {}
         self._kept_here: list[Placeholder] = []
         self._uses: list[tuple[int, int]] = []
@@ -263,8 +275,8 @@ class _Recorder(PlaceholderListener):
         self._open_intervals: set[int] = set()
         self._written: list[Tensor] = []
         self._place = START
-        self._ranks: dict[int, int] = {}
-        """By layer, how many other layers were called for the first time before it."""
+        self._ranks = {gate.index: gate.index for gate in gates} if is_ordered else {}
+        """By layer, how many layers are placed before it."""
         self._streams = streams
         self._parameter_paths = parameters_by_storage(root)
         self._written_parameters: set[Place] = set()
@@ -288,7 +300,8 @@ class _Recorder(PlaceholderListener):
             self._root.__dict__.update(log=self.log, log_dict=self.log_dict)
             if self._streams is not None:
                 self._streams.go_to(START)
-            result = step(self._root)
+            with self._plain.watched(self._watch) as arguments:
+                result = step(self._root, *arguments)
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
             self._keeps = True
@@ -347,6 +360,8 @@ class _Recorder(PlaceholderListener):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind, name = kind_of(function)
+        if self.inside is None:
+            self._watch.use((args, kwargs))
         if function is torch.tensor:
             # It reads its arguments' memory, and placeholders have no memory.
             args = with_tensors(args, lambda x: x.item() if isinstance(x, Placeholder) else x)
@@ -588,11 +603,11 @@ class _Recorder(PlaceholderListener):
             if not self._is_drawn:
                 # With the values of another batch it may take another branch.
                 self._open()
-            return function(*args, **kwargs)
+            return self._watch.read(function(*args, **kwargs))
         self._is_reading = True
         self._is_certain = False
         try:
-            return function(*args, **kwargs)
+            return self._watch.read(function(*args, **kwargs))
         finally:
             self._is_reading = False
             if not self._is_certain:
@@ -674,6 +689,8 @@ class _Recorder(PlaceholderListener):
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
         self._switches.note_modes()
+        self._watch.use(inputs)
+        self._watch.end_interval()
         self.enter_scope()
         self.inside = inside
         try:
@@ -951,6 +968,8 @@ class _Recorder(PlaceholderListener):
             lacks_loss=lacks_loss,
             carried=self.carried,
             switches=self._switches.result,
+            conditions=self._watch.conditions,
+            changes=self._watch.changes,
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -67,6 +67,11 @@ class ModuleSignature(NamedTuple):
     has_grad: bool
     hooks: tuple[int, ...]
     attributes: tuple[tuple[str, Any], ...]
+
+    def with_attributes(self, values: Mapping[str, Any]) -> ModuleSignature:
+        """The signature of a module with other values of some attributes."""
+        new = tuple((name, values.get(name, value)) for name, value in self.attributes)
+        return self._replace(attributes=new)
 
 
 def module_signature(root: nn.Module) -> ModuleSignature:

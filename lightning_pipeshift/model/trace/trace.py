@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import Rebuild
-from lightning_pipeshift.model.trace.conditions import Conditions
+from lightning_pipeshift.model.trace.conditions import Conditions, PlainChanges
 from lightning_pipeshift.model.trace.switches import Switches
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -122,6 +122,7 @@ class Trace:
         carried: for state that user code keeps on modules and uses in the next microbatch on an
             earlier layer's stage: that layer, and the one whose stage computes it.
         conditions: the trace is valid for steps that meet them.
+        changes: those of plain values that user code keeps.
     """
 
     flow: Flow
@@ -146,6 +147,7 @@ class Trace:
     switches: Switches = field(default_factory=Switches)
     carried: frozenset[tuple[int, int]] = frozenset()
     conditions: Conditions = field(default_factory=dict)
+    changes: PlainChanges = field(default_factory=PlainChanges)
     _payloads: dict[int, Payload] = field(default_factory=dict, init=False)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict, init=False)
     _gradients: dict[int, Payload] = field(default_factory=dict, init=False)

@@ -8,7 +8,7 @@ same flow serves every split, so moving a layer never needs a new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -169,21 +169,15 @@ def renumbered(flow: Flow, place_of: Sequence[int]) -> Flow:
     )
 
 
-def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
-    """The order in which the flows call ``num_layers`` layers (numbered as found in the module
-    tree).
+def call_order(calls: Iterable[int], num_layers: int) -> list[int]:
+    """The order in which ``num_layers`` layers (numbered as found in the module tree) are called
+    first. A layer that is not called remains after its predecessor in the module tree.
 
-    The first flow decides; layers that only a later flow calls are inserted where that flow calls
-    them, directly after the layer called before them. A layer that no flow calls remains after its
-    predecessor in the module tree.
+    Args:
+        calls: the layer of each call.
+        num_layers: how many layers there are.
     """
-    order: list[int] = []
-    for flow in flows:
-        previous: int | None = None
-        for call in flow.calls:
-            if call.layer not in order:
-                order.insert(0 if previous is None else order.index(previous) + 1, call.layer)
-            previous = call.layer
+    order = list(dict.fromkeys(calls))
     for layer in range(num_layers):
         if layer not in order:
             order.insert(order.index(layer - 1) + 1 if layer - 1 in order else 0, layer)

@@ -173,6 +173,7 @@ class AsynchronousPipeline(Pipeline):
         todo = replace(
             self._step(given, [microbatch]),
             first=minibatches.next,
+            is_in_flight=self.channels.num_stages > 1,
             versions=minibatches.versions,
             live_migration=self.live_migration,
             timers=self._timers,

@@ -38,6 +38,7 @@ from lightning_pipeshift.model.parameters.uses import (
 from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
 )
+from lightning_pipeshift.model.trace.conditions import PlainValues
 from lightning_pipeshift.model.trace.signature import ModuleSignature, module_signature
 from lightning_pipeshift.model.trace.switches import require_only
 from lightning_pipeshift.model.trace.trace import Trace
@@ -48,7 +49,7 @@ from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
+from lightning_pipeshift.plan.inputs.flow import call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
@@ -539,13 +540,10 @@ class Pipeline:
         traced, that order is known after one has run.
         """
         plan, names = self.plan, [gate.name for gate in self._trace_cache.gates]
-        called = list(dict.fromkeys(self.order))
-        if self._traces_steps or not called:
+        if self._traces_steps or not self.order:
             return plan
-        calls = [Call(layer, 0, (), frozenset()) for layer in called]
-        flow = Flow(tuple(calls), frozenset(), frozenset(), frozenset())
         records = {record.name: record for record in plan.layers}
-        order = call_order([flow], len(names))
+        order = call_order(self.order, len(names))
         return replace(plan, layers=tuple(records[names[layer]] for layer in order))
 
     # --- another plan ---
@@ -822,8 +820,14 @@ class Pipeline:
             state: the module's signature.
             in_flight: how many microbatches may be between their forward and backward at a time.
         """
-        parts = zip(keys, slices, strict=True)
-        traces = [self._trace(key, step, part, state) for key, (part, _) in parts]
+        values = PlainValues(self.root, step.arguments)
+        traces = []
+        for key, (part, _) in zip(keys, slices, strict=True):
+            trace = self._trace(key, step, part, state, values)
+            traces.append(trace)
+            if trace is not None and trace.changes.updates:
+                values = values.after(trace.changes)
+                state = state.with_attributes(values.attributes)
         if in_flight > 1:
             for trace in filter(None, traces):
                 trace.require_equal_weights()
@@ -836,10 +840,12 @@ class Pipeline:
         if switches:
             require_only(switches, state.flags, self.root)
 
-    def _trace(self, key: Key, step: UserStep, batch: Any, state: ModuleSignature) -> Trace | None:
+    def _trace(
+        self, key: Key, step: UserStep, batch: Any, state: ModuleSignature, values: PlainValues
+    ) -> Trace | None:
         if not self._traces_steps:
             return None
-        trace, is_new = self._trace_cache.trace(key, step, batch, state)
+        trace, is_new = self._trace_cache.trace(key, step, batch, state, values)
         if is_new:
             self._note_touched(trace)
         return trace
@@ -1044,6 +1050,7 @@ class Pipeline:
                 if sums is not None and not given.accumulation.has_begun
                 else None
             ),
+            is_in_flight=self.channels.num_stages > 1 and len(microbatches) > 1,
             timers=profiler.timers(len(microbatches)) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
@@ -1184,7 +1191,8 @@ class Pipeline:
         key = self._key(purpose, step_number, 0)
         # Optimizer state from an earlier training remains on its stage.
         self._prepare(key, step, batch, (), final)
-        trace = self._trace(key, step, batch, module_signature(self.root))
+        values = PlainValues(self.root, step.arguments)
+        trace = self._trace(key, step, batch, module_signature(self.root), values)
         microbatch = self._microbatch(key, batch, trace, 1)
         assert self.holdings is not None
         todo = Step(
@@ -1192,6 +1200,7 @@ class Pipeline:
             microbatches=[microbatch],
             shared=self.holdings.shared,
             losses=Losses(sizes=[1]),
+            is_in_flight=self.channels.num_stages > 1,
         )
         with self._waiting_weights():
             self._evaluations.run(self._row("forward", 1), todo, size_or_one(batch), wants_result)

@@ -6,8 +6,8 @@ microbatch, from its first action to its last, is in :class:`_InFlight`, and goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,8 +27,8 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     addresses_of,
     resident_in,
 )
+from lightning_pipeshift.model.trace.conditions import PlainChanges, PlainValues
 from lightning_pipeshift.model.trace.placeholder import dtype_named
-from lightning_pipeshift.model.trace.switches import Switches
 from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -98,6 +98,8 @@ class Step:
         microbatches: of the step.
         first: the number of the first of them.
         trains: whether each has a backward, maybe in a later row than its forward.
+        is_in_flight: whether a microbatch may begin on one stage before the one before it has ended
+            on another.
         shared: the shared parameters that the stage holds.
         losses: takes the results of the microbatches, on the last stage.
         after_last_forward: called on the last stage when all results are there.
@@ -118,6 +120,7 @@ class Step:
     losses: Losses
     first: int = 0
     trains: bool = False
+    is_in_flight: bool = False
     after_last_forward: Callable[[], None] | None = None
     before_last_backward: Callable[[], None] | None = None
     timers: Mapping[int, Timer] = field(default_factory=dict)
@@ -350,6 +353,18 @@ class Stage:
         """Posts the receive of the payload of the boundary before this stage's layers."""
         held.payload = self._post_receive(Kind.RECEIVE_PAYLOAD, held, held.microbatch.layers.start)
 
+    @contextmanager
+    def _followed(self, held: _InFlight) -> Iterator[None]:
+        """Around user code: what later stages change is changed here as well."""
+        trace, step, root = held.microbatch.trace, held.step, self._root
+        if trace is None:
+            yield
+            return
+        changes = trace.changes if step.is_in_flight else PlainChanges()
+        values = PlainValues(root, step.function.arguments)
+        with trace.switches.followed(root), values.followed(changes, self._is_last):
+            yield
+
     def forward(self, held: _InFlight) -> None:
         """Runs this stage's part of the user's step."""
         microbatch, step = held.microbatch, held.step
@@ -390,9 +405,8 @@ class Stage:
         receipts.clear()
         if step.late_updates is not None:
             step.late_updates.resume()
-        switches = microbatch.trace.switches if microbatch.trace is not None else Switches()
         try:
-            with self._profile("[PipeShift] forward"), switches.followed(self._root):
+            with self._profile("[PipeShift] forward"), self._followed(held):
                 current.run(lambda: step.function(self._root, microbatch.batch))
         finally:
             self._current_pass.value = None

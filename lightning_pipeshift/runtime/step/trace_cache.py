@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
-from lightning_pipeshift.model.trace.conditions import Operation, PlainValues
+from lightning_pipeshift.model.trace.conditions import PlainValues
 from lightning_pipeshift.model.trace.recorder import record
 from lightning_pipeshift.model.trace.signature import ModuleSignature, batch_signature
 from lightning_pipeshift.model.trace.trace import Trace
@@ -54,11 +54,17 @@ class TraceCache:
         self._current_pass = current_pass
         self._streams = streams
         self._device = device
+        self._is_ordered = False
         self._traces: OrderedDict[Hashable, list[Trace]] = OrderedDict()
         """By signature, the traces of its steps, which differ in the branches that they take."""
 
     def trace(
-        self, key: Key, step: UserStep, batch: Any, state: ModuleSignature
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        state: ModuleSignature,
+        values: PlainValues,
     ) -> tuple[Trace, bool]:
         """Returns the trace of a step on a batch like this one, and whether it is new.
 
@@ -67,16 +73,16 @@ class TraceCache:
             step: runs the user's step on a module and the batch.
             batch: one microbatch.
             state: the LightningModule's signature, the same for a whole step.
+            values: on which the step may branch.
         """
         signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
-        values = PlainValues(self._root, step.arguments)
         known = self._known(signature, values)
         if known is not None and known.is_shaped_by_batch:
             signature = (*signature, checksum(batch))
             known = self._known(signature, values)
         if known is not None and not known.is_drawn:
             return known, False
-        fresh = self.follow(key, step, batch)
+        fresh = self.follow(key, step, batch, values=values)
         self._keep(signature, fresh, values)
         return fresh, True
 
@@ -115,13 +121,15 @@ class TraceCache:
             if len(called) == len(self.gates):
                 break
             flows.append(self.follow((*key, "order", len(flows)), step, batch).flow)
-        order = call_order([merged(flows)], len(self.gates))
+        order = call_order([call.layer for call in merged(flows).calls], len(self.gates))
         place_of = sorted(range(len(order)), key=order.__getitem__)
         self.gates = [self.gates[index] for index in order]
         for index, gate in enumerate(self.gates):
             gate.index = index
-        for other, known in self._traces.items():
-            self._traces[other] = [trace.renumbered(place_of) for trace in known]
+        if place_of != sorted(place_of):
+            # Other stages compute what they have between the layers.
+            self._traces.clear()
+        self._is_ordered = True
         if stopwatch is not None:
             stopwatch.renumber(place_of)
         trace = trace.renumbered(place_of)
@@ -132,17 +140,18 @@ class TraceCache:
         return trace
 
     def follow(
-        self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        stopwatch: Stopwatch | None = None,
+        values: PlainValues | None = None,
     ) -> Trace:
         """Traces a step on a batch, without the cache."""
         self._before()
 
-        conditions: dict[Operation, bool] = {}
-        values = PlainValues(self._root, step.arguments)
-
-        def run(root: nn.Module) -> Any:
-            with values.watched(conditions) as arguments:
-                return step.run(root, batch, *arguments)
+        def run(root: nn.Module, *arguments: Any) -> Any:
+            return step.run(root, batch, *arguments)
 
         watched = _Watched(self._streams)
 
@@ -159,11 +168,12 @@ class TraceCache:
                 stopwatch,
                 begin,
                 watched,
+                values or PlainValues(self._root, step.arguments),
+                self._is_ordered,
             )
             # The layers that are called may depend on random numbers drawn between them.
             trace.is_drawn |= watched.has_drawn
             trace.draws_on_host = watched.has_drawn or self._streams.has_drawn_on_host()
-        trace.conditions = conditions
         return trace
 
 
