@@ -47,7 +47,7 @@ from tests.features_models import AwaitsPlanning, built, quiet_trainer, read_csv
 from tests.models import points
 
 WIDTH, NUM_LAYERS, SIZE, DECAY = 8, 6, 4, 0.97
-RATES = {"sgd": 0.05, "adam": 0.01}
+RATES = {"sgd": 0.05, "adam": 0.01, "clipped": 0.01}
 
 
 class Block(nn.Module):
@@ -108,9 +108,21 @@ class Model(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
+class ClippedAdam(Adam):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.clamp_(-0.3, 0.3)
+        return loss
+
+
 def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
     if kind == "adam":
         return Adam(parameters, lr=RATES[kind])
+    if kind == "clipped":
+        return ClippedAdam(parameters, lr=RATES[kind])
     return SGD(parameters, lr=RATES[kind], momentum=0.9)
 
 
@@ -726,6 +738,29 @@ def test_sigterm_on_any_rank_ends_all_after_one_minibatch(rank: int, tmp_path: P
     assert 7 <= length <= 13
     case = Case([1, 3, 2], num_epochs=1)
     require_same(saved["state_dict"], reference(case, length=length).layers)
+
+
+class ClipsInAHook(L.Callback):
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any
+    ) -> None:
+        with torch.no_grad():
+            for weight in pl_module.parameters():
+                weight.clamp_(-0.3, 0.3)
+
+
+def clip_in_a_hook() -> None:
+    with pytest.raises(PipeShiftError, match="subclass of your optimizer"):
+        train(Case([1, 3, 2]), callbacks=[ClipsInAHook()])
+
+
+def test_weights_are_clipped_in_the_optimizer() -> None:
+    """A hook would change weights that minibatches in flight have used."""
+    for schedule, accumulated in (("async", 1), ("async", 3), ("async-2bw", 3)):
+        case = Case([1, 3, 2], schedule, accumulated, optimizer="clipped")
+        (ranks,) = on_ranks([case])
+        require_same(ranks[0].state, reference(case).layers)
+    run_ranks(clip_in_a_hook, 3)
 
 
 def test_bf16_and_clipping_by_value() -> None:

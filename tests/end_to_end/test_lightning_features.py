@@ -1154,45 +1154,93 @@ class DetachesForAWhile(LayersOfItsOwn):
 
     def forward(self, features: Tensor) -> Tensor:
         hidden = self.second(self.first(features).relu()).tanh()
-        if self.current_epoch == 0:
+        if self.is_early():
             hidden = hidden.detach()
         return self.head(self.third(hidden).relu())
+
+    def is_early(self) -> bool:
+        return self.current_epoch == 0
+
+
+class DetachesByAList(DetachesForAWhile):
+    """The length of a list is not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+
+    def is_early(self) -> bool:
+        return len(self.batches) < 4
 
 
 def detaching(how: Any) -> Any:
     return fit(how, DetachesForAWhile, points(3), max_epochs=2)[0]
 
 
+def detaching_by_a_list(how: Any) -> Any:
+    return fit(how, DetachesByAList, points(3), max_epochs=2)[0]
+
+
+def test_gradients_begin_to_flow_in_a_later_epoch() -> None:
+    compare(detaching, stages=2)
+
+
 def test_gradients_that_begin_to_flow_in_a_later_step_are_not_lost_silently() -> None:
     with pytest.raises(
         RanksFailed, match="LayerError: The step did not produce a value that the next stage needs"
     ):
-        run_ranks(on_rank, 2, detaching, {"microbatches": 4, "partition": [2, 2]}, (), {})
+        run_ranks(on_rank, 2, detaching_by_a_list, {"microbatches": 4, "partition": [2, 2]}, (), {})
 
 
 class WarmsUpItsSecondLoss(LayersOfItsOwn):
     """From some step on, the loss needs something of the first stage that it did not before."""
+
+    def is_late(self) -> bool:
+        return self.global_step >= 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features, classes = batch
         early = self.first(features)
         hidden = self.third(self.second(early.relu()).tanh()).relu()
         loss = F.cross_entropy(self.head(hidden), classes)
-        if self.global_step >= 2:
+        if self.is_late():
             loss = loss + 0.1 * early.square().mean()
         self.log("train_loss", loss)
         return loss
+
+
+class WarmsUpByAList(WarmsUpItsSecondLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+
+    def is_late(self) -> bool:
+        return len(self.batches) > 2
 
 
 def warming_up(how: Any) -> Any:
     return fit(how, WarmsUpItsSecondLoss, points(4), max_epochs=1)[0]
 
 
+def warming_by_a_list(how: Any) -> Any:
+    return fit(how, WarmsUpByAList, points(4), max_epochs=1)[0]
+
+
+def test_a_loss_gets_another_part_in_a_later_step() -> None:
+    compare(warming_up, stages=2)
+
+
 def test_a_loss_that_gets_another_part_in_a_later_step_is_not_wrong_silently() -> None:
     with pytest.raises(
         RanksFailed, match="LayerError: A value that another stage holds is needed here"
     ):
-        run_ranks(on_rank, 2, warming_up, {"microbatches": 4, "partition": [2, 2]}, (), {})
+        run_ranks(on_rank, 2, warming_by_a_list, {"microbatches": 4, "partition": [2, 2]}, (), {})
 
 
 # --------------------------------------------------------------------------------------------------

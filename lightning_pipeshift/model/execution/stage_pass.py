@@ -30,6 +30,7 @@ from lightning_pipeshift.model.saved.between_layers import BetweenLayers
 from lightning_pipeshift.model.saved.hooks import are_alone
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.trace.conditions import ADVICE
 from lightning_pipeshift.model.trace.operations import (
     OperationKind,
     Operations,
@@ -420,10 +421,7 @@ class StagePass(PlaceholderListener):
         if entry.name != name:
             raise LayerError(
                 f"The code between the layers calls `{name}` where it called `{entry.name}` when "
-                "it was first traced: it took another branch. Its branches may depend on the "
-                "batch only, and not on what an earlier microbatch has kept: make that in "
-                "`__init__` already (zeros, say), if it is `None` at first. Or name the layers in "
-                "`configure_layers()` so that this code is inside one."
+                f"it was first traced: it took another branch. {ADVICE}"
             )
         if entry.layer in self.layers or (entry.is_view and self._is_here(args, kwargs)):
             return self._compute(entry, function, args, kwargs)
@@ -590,8 +588,7 @@ class StagePass(PlaceholderListener):
         if position >= len(calls) or calls[position].layer != gate.index:
             raise LayerError(
                 f"The layer {gate.name!r} is called out of order: when the step was first traced, "
-                "another layer was called here. The step must call the same layers in the same "
-                "order for every batch of a shape."
+                f"another layer was called here: it took another branch. {ADVICE}"
             )
         assert self._part is not None
         if not self.is_last and self._part.is_over(position):

@@ -29,6 +29,15 @@ from torch import nn
 from lightning_pipeshift.compat.lightning_names import trainer_of
 from lightning_pipeshift.errors import LayerError
 
+ADVICE: Final = (
+    "It may branch on the batch, on the epoch and the numbers of steps and batches, and on numbers,"
+    " texts and switches that are attributes of the LightningModule; not on the length of a list,"
+    " the time, or what an earlier microbatch has kept elsewhere. Make what is `None` at first in"
+    " `__init__` (zeros, say); or name the layers in `configure_layers()` so that this code is"
+    " inside one."
+)
+"""What the code between layers may branch on, for messages."""
+
 # Properties of the Trainer.
 _COUNTERS: Final = ("current_epoch", "global_step")
 _STATES: Final = (

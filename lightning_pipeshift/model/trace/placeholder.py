@@ -26,6 +26,7 @@ from lightning_pipeshift.compat.torch_private import (
     schema_of,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.trace.conditions import ADVICE
 from lightning_pipeshift.model.trace.schema import written_arguments
 from lightning_pipeshift.plan.inputs.flow import TensorSpec, Value
 
@@ -64,8 +65,7 @@ class PlaceholderListener:
         raise LayerError(
             f"`{function}` needs the values of {_sources(values)}, which lives on another stage "
             "and was not sent here. The code between the layers took another branch than when it "
-            "was first traced. Its branches may depend on the batch only; or name the layers in "
-            "`configure_layers()` so that this code is inside one."
+            f"was first traced. {ADVICE}"
         )
 
     def condition(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.properties import total_memory
-from lightning_pipeshift.errors import BudgetError, LayerError, ScheduleError
+from lightning_pipeshift.errors import BudgetError, LayerError, PipeShiftError, ScheduleError
 from lightning_pipeshift.model.execution.finite import FiniteCheck, finite_check
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.model.execution.timing import Timer
@@ -538,7 +538,11 @@ class Stage:
             with self._profile("[PipeShift] backward"):
                 current.backward(roots, gradients)
         except RuntimeError as error:
-            found = held.finite.backward(error) if held.finite is not None else None
+            found: PipeShiftError | None = None
+            if held.finite is not None:
+                found = held.finite.backward(error)
+            if found is None and held.step.versions is not None:
+                found = held.step.versions.explained(error)
             if found is None:
                 raise
             raise found from error

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import preserved_version_counters
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 
@@ -131,6 +132,17 @@ class WeightVersions(ActionListener):
         """Undoes :meth:`pin`, from any thread."""
         for weight in weights:
             self._pinned.pop(id(weight), None)
+
+    def explained(self, error: RuntimeError) -> LayerError | None:
+        """The error for a weight that code outside of optimizers has changed, from torch's."""
+        if "modified by an inplace operation" not in str(error):
+            return None
+        return LayerError(
+            "A hook, or `optimizer_step`, has changed a weight in place while minibatches that have"
+            " used it are in flight, as an asynchronous schedule has them: their backward needs the"
+            " values of their forward. Change it in the `step` of a subclass of your optimizer,"
+            ' which gets a copy; or pass `schedule="1f1b"`.'
+        )
 
     def forget(self) -> None:
         """Forgets the minibatches in flight, after an error."""
