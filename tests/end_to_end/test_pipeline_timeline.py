@@ -40,7 +40,7 @@ from lightning_pipeshift.timeline.recording import Mark, Recording, What, sender
 from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
 from tests.features_models import AwaitsPlanning, built, parameters_of, quiet_trainer, read_csv
 from tests.models import points
-from tests.unit.plan.test_timeline import check_trace
+from tests.unit.timeline.test_timeline import check_trace
 
 NUM_BATCHES, EVERY = 10, 4
 ON_TWO: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from lightning_pipeshift.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.timeline.expected import expected
 from lightning_pipeshift.timeline.outcomes import Outcome
 from lightning_pipeshift.timeline.recording import Mark, Memory, Recording, What
-from tests.unit.plan.test_timeline import PLAN
+from tests.unit.timeline.test_timeline import PLAN
 
 
 def browser() -> str:

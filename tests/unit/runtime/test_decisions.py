@@ -17,7 +17,7 @@ from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.step.votes import Votes
 from lightning_pipeshift.timeline import outcomes
 from lightning_pipeshift.timeline.outcomes import Outcome
-from tests.unit.plan.test_timeline import PLAN
+from tests.unit.timeline.test_timeline import PLAN
 
 BETTER = PLAN.with_placement(Placement(((3, 1),)))
 PART = PLAN.with_placement(Placement(((1, 3),)))
