@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -45,3 +47,20 @@ def forget_all_groups() -> None:
     """
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None)
     (forget or dist.destroy_process_group)()
+
+
+@contextmanager
+def default_group(group: Any) -> Iterator[None]:
+    """Context in which functions of ``torch.distributed`` that are given no group use this one, on
+    all threads.
+    """
+    world: Any = dist.distributed_c10d._world
+    before = world.default_pg
+    world.default_pg = group
+    # What `get_backend` asks.
+    world.pg_map[group] = world.pg_map[before]
+    try:
+        yield
+    finally:
+        del world.pg_map[group]
+        world.default_pg = before

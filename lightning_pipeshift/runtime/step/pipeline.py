@@ -64,6 +64,7 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import LaneTraffic, Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import (
@@ -246,8 +247,15 @@ class Pipeline:
             )
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
+        in_step = StepGroup(replicas.vm, replicas.count).in_force
         self._trace_cache = TraceCache(
-            root, gates, self._current_pass, self.streams, channels.device, self.late_updates.finish
+            root,
+            gates,
+            self._current_pass,
+            self.streams,
+            channels.device,
+            self.late_updates.finish,
+            in_step,
         )
         self.one_stage = OneStage(root, self._current_pass, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
@@ -313,6 +321,7 @@ class Pipeline:
             self._recorder,
             self._user_state.resolve,
             profile,
+            in_step,
         )
         self._evaluations = Evaluations(self._stage, channels, self._user_state)
 

@@ -207,6 +207,7 @@ class Stage:
         recorder: stands in for ``LightningModule.log``.
         resolve_state: puts values where user code has kept placeholders.
         profile: a context around what the name says.
+        in_step: makes the context of user code.
     """
 
     def __init__(
@@ -218,8 +219,10 @@ class Stage:
         recorder: LogRecorder,
         resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
         profile: Profile = nullcontext,
+        in_step: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._root = root
+        self._in_step = in_step
         self._channels = channels
         self._current_pass = current_pass
         self._streams = streams
@@ -406,7 +409,7 @@ class Stage:
         if step.late_updates is not None:
             step.late_updates.resume()
         try:
-            with self._profile("[PipeShift] forward"), self._followed(held):
+            with self._profile("[PipeShift] forward"), self._in_step(), self._followed(held):
                 current.run(lambda: step.function(self._root, microbatch.batch))
         finally:
             self._current_pass.value = None
@@ -452,7 +455,7 @@ class Stage:
         """Runs the layers again that have dropped their saved tensors."""
         self._current_pass.value = held.current
         try:
-            with self._profile("[PipeShift] recompute"):
+            with self._profile("[PipeShift] recompute"), self._in_step():
                 held.current.recompute_layers()
         finally:
             self._current_pass.value = None
@@ -535,7 +538,7 @@ class Stage:
         self._current_pass.value = current
         begin = timer.now() if timer is not None else None
         try:
-            with self._profile("[PipeShift] backward"):
+            with self._profile("[PipeShift] backward"), self._in_step():
                 current.backward(roots, gradients)
         except RuntimeError as error:
             found: PipeShiftError | None = None

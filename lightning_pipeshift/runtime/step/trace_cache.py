@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class TraceCache:
         streams: the random generators; tracing draws the same numbers as running.
         device: the stage's device.
         before: called before a step is traced.
+        in_step: makes the context of user code.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class TraceCache:
         streams: RandomStreams,
         device: torch.device,
         before: Callable[[], None],
+        in_step: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._in_step = in_step
         self.gates = gates
         self._before = before
         self._root = root
@@ -158,7 +162,7 @@ class TraceCache:
         def begin() -> None:
             self._streams.begin(*key)
 
-        with self._streams.switched(*key):
+        with self._streams.switched(*key), self._in_step():
             trace = record(
                 run,
                 self._root,
