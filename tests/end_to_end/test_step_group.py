@@ -115,6 +115,9 @@ def test_with_several_virtual_machines_it_is_an_error() -> None:
         assert any(part in outcome.message for outcome in outcomes)
 
 
+ROOTS = {"broadcast": {"src": 0}, "reduce": {"dst": 0}}
+
+
 def collectives() -> dict[str, Any]:
     world = dist.get_world_size()
     rows = torch.arange(4.0) + dist.get_rank()
@@ -124,10 +127,7 @@ def collectives() -> dict[str, Any]:
         assert dist.get_backend() == "gloo"
         for name in ("all_reduce", "broadcast", "reduce"):
             tensor = rows.clone()
-            getattr(dist, name)(
-                tensor,
-                **({} if name == "all_reduce" else {"src" if name == "broadcast" else "dst": 0}),
-            )
+            getattr(dist, name)(tensor, **ROOTS.get(name, {}))
             found[name] = tensor
         work = dist.all_reduce(rows, async_op=True)
         assert work is not None
