@@ -968,7 +968,7 @@ class _Recorder(PlaceholderListener):
             lacks_loss=lacks_loss,
             carried=self.carried,
             switches=self._switches.result,
-            conditions=self._watch.conditions,
+            conditions=dict(self._watch.conditions),
             changes=self._watch.changes,
         )
         # Values computed from parameters before all layers belong to the stage of the first.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeshift.model.trace.conditions import PlainChanges, PlainValues, Watch
+from tests.unit.model.following import Model, follow, linears
 
 
 class Trainer:
@@ -224,3 +225,22 @@ def test_later_stages_change_it_on_all_stages():
         module.count += 3
     with PlainValues(module, ()).followed(PlainChanges(), is_last=True):
         module.count = 0
+
+
+def test_a_trace_takes_no_notes_of_what_is_compared_later():
+    kept = []
+
+    def step(m, x):
+        kept.append(m.count)
+        hidden = m.a(x)
+        m.count += 1
+        return m.b(hidden).sum() * (2 if m.count > 2 else 1)
+
+    model = Model(step, **linears("a b"), count=4)
+    trace = follow(model, torch.ones(2, 4))
+    before = dict(trace.conditions)
+    assert len(before) == 1
+    assert trace.changes.early == {"count"}
+    assert kept[0] > 1
+    assert trace.conditions == before
+    assert (type(model.count), model.count) == (int, 4)
