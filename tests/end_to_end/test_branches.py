@@ -295,7 +295,9 @@ class ScalesByItsLosses(Model):
         return loss
 
 
-OTHERS = {model.__name__: model for model in (CountsByTheIndex, ScalesByItsLosses)}
+OTHERS: dict[str, type[Model]] = {
+    model.__name__: model for model in (CountsByTheIndex, ScalesByItsLosses)
+}
 
 
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"microbatches": 1, "schedule": "async"}])
@@ -306,3 +308,29 @@ def test_what_no_stage_can_know_in_time_is_an_error(how: dict[str, Any]) -> None
     together = run_ranks(trained, 2, "ScalesByItsLosses", {"microbatches": 1})[0][0]
     for key, value in alone.items():
         assert torch.equal(value, together[key]), key
+
+
+class BranchesOnItsRank(Model):
+    """The first rank alone follows the step again: stages waited for each other for ever."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero and self.global_step % 3 == 1:
+            self.name = "pictures"
+        if self.global_rank == 1 and batch_idx == 2:
+            self.name = "numbers"
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 1:
+            self.name = "pictures"
+        super().validation_step(batch, batch_idx)
+
+
+OTHERS["BranchesOnItsRank"] = BranchesOnItsRank
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_stages_may_follow_a_step_at_different_times(schedule: str) -> None:
+    how = {"microbatches": 1, "schedule": schedule}
+    for rank in run_ranks(all_trained, 3, 3, ["BranchesOnItsRank"], how, timeout=100.0):
+        assert not isinstance(rank[0], str), rank

@@ -35,6 +35,8 @@ OVERRIDDEN = {
     " and the optimizer",
     "_ScalerOverStages._check_inf_per_device": "for optimizers whose kernels unscale, the scaler"
     " calls this instead of the public `unscale_`",
+    "StepGroup._allgather_base": "what `all_gather_into_tensor` calls in older torch",
+    "StepGroup._reduce_scatter_base": "what `reduce_scatter_tensor` calls in older torch",
 }
 
 

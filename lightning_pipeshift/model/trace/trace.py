@@ -153,8 +153,6 @@ class Trace:
     _gradients: dict[int, Payload] = field(default_factory=dict, init=False)
     _parts: dict[tuple[int, int], StagePart] = field(default_factory=dict, init=False)
     _specs: dict[Value, TensorSpec] = field(default_factory=dict, init=False)
-    layouts: dict[Any, Any] = field(default_factory=dict, init=False)
-    """The memory layouts of payloads and gradients that neighbours have sent each other."""
     checked: Placement | None = field(default=None, init=False)
     """The placement for which the order of the calls was checked last."""
 

@@ -33,7 +33,7 @@ from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
-from lightning_pipeshift.plan.inputs.flow import TensorSpec, Value
+from lightning_pipeshift.plan.inputs.flow import Value
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.route import Place, Route
 from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layout, Receipt
@@ -196,6 +196,10 @@ class _InFlight:
         return self.forward
 
 
+_MOST_LAYOUTS = 256
+"""How many kinds of payloads are remembered for each boundary."""
+
+
 class Stage:
     """Runs the actions of one stage, one method for each kind.
 
@@ -234,6 +238,8 @@ class Stage:
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
+        self._layouts: dict[Any, dict[Any, Layout]] = {}
+        """Those that neighbours have agreed on: by kind, boundary and rank, and by what crosses."""
 
     def find_neighbours(self) -> None:
         """Called when the ranks of the virtual machine have become other stages."""
@@ -332,23 +338,28 @@ class Stage:
 
     def _post_receive(self, kind: Kind, held: _InFlight, boundary: int) -> list[Receipt]:
         """Posts the receive of what crosses the boundary before a layer, in one direction."""
-        specs, direction = _crossing(kind, held.microbatch, boundary)
-        layout = self._layout(kind, held, boundary)
+        crossing, direction = _crossing(kind, held.microbatch, boundary)
+        specs, layout = [spec for _, spec in crossing], self._layout(kind, held, boundary, crossing)
         return self._channels.post_receive(specs, direction, self.peer(kind), layout)
 
     def _send(self, kind: Kind, held: _InFlight, boundary: int, tensors: list[Tensor]) -> None:
         """Sends what crosses the boundary before a layer, in one direction."""
-        specs, direction = _crossing(kind, held.microbatch, boundary)
-        layout = self._layout(kind, held, boundary)
+        crossing, direction = _crossing(kind, held.microbatch, boundary)
+        specs, layout = [spec for _, spec in crossing], self._layout(kind, held, boundary, crossing)
         sent = self._channels.send(tensors, specs, direction, self.peer(kind), layout)
         self._sent[kind, held.number] = sent
 
-    def _layout(self, kind: Kind, held: _InFlight, boundary: int) -> Layout:
+    def _layout(self, kind: Kind, held: _InFlight, boundary: int, crossing: Payload) -> Layout:
         """The memory layout of what crosses a boundary, agreed on by each pair of neighbours."""
-        assert held.microbatch.trace is not None
+        # Not by the trace: one stage may follow a step again where others need not, if it branches
+        # on its rank.
         ends = kind, boundary, self._channels.ranks[self.peer(kind)]
-        layout: Layout = held.microbatch.trace.layouts.setdefault(ends, Layout())
-        return layout
+        known = self._layouts.setdefault(ends, {})
+        key = held.microbatch.key[1], tuple(crossing)
+        if key not in known and len(known) >= _MOST_LAYOUTS:
+            # Both ends add theirs in the order of the messages, so they forget the same one.
+            del known[next(iter(known))]
+        return known.setdefault(key, Layout())
 
     # --- forward ---
 
@@ -573,13 +584,11 @@ class Stage:
             self._sent.pop(key).wait()
 
 
-def _crossing(
-    kind: Kind, microbatch: Microbatch, boundary: int
-) -> tuple[list[TensorSpec], Direction]:
+def _crossing(kind: Kind, microbatch: Microbatch, boundary: int) -> tuple[Payload, Direction]:
     """The contents of a message."""
     if kind in (Kind.SEND_PAYLOAD, Kind.RECEIVE_PAYLOAD):
-        return [spec for _, spec in microbatch.payload(boundary)], Direction.PAYLOAD
-    return [spec for _, spec in microbatch.gradients(boundary)], Direction.GRADIENT
+        return microbatch.payload(boundary), Direction.PAYLOAD
+    return microbatch.gradients(boundary), Direction.GRADIENT
 
 
 def _payload_bytes(microbatch: Microbatch) -> int:
