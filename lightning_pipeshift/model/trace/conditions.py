@@ -36,7 +36,7 @@ ADVICE: Final = (
     " `__init__` (zeros, say); or name the layers in `configure_layers()` so that this code is"
     " inside one."
 )
-"""What the code between layers may branch on, for messages."""
+"""For messages: the values on which code between layers may branch."""
 
 # Properties of the Trainer.
 _COUNTERS: Final = ("current_epoch", "global_step")
@@ -80,7 +80,7 @@ class Operation(NamedTuple):
 
 
 Conditions = Mapping[Operation, bool]
-"""What a step has compared, with the outcomes."""
+"""Comparisons of a step, with their outcomes."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Watch:
 
     @property
     def changes(self) -> PlainChanges:
-        """What the step has changed."""
+        """The changes that the step has made."""
         updates = {}
         for name in self._changes:
             value = self._before[name]

@@ -1,4 +1,4 @@
-"""What a step switches itself: training modes of modules, and ``requires_grad`` of parameters.
+"""Settings that a step switches itself: training modes of modules, and ``requires_grad`` of parameters.
 
 Code between layers does so on every stage, but code of a layer only on the stage that runs it. The
 others follow what was recorded, so that all stages agree on how gradients flow in the next step.
@@ -18,7 +18,7 @@ from lightning_pipeshift.model.trace.signature import all_parameters, flags_of
 
 @dataclass(frozen=True)
 class Switches:
-    """What a step has switched when it ends.
+    """The settings that a step has switched when it ends.
 
     Args:
         modes: for modules whose training mode changes within the step, by their number, the mode in
