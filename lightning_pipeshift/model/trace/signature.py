@@ -48,7 +48,7 @@ def flags_of(root: nn.Module) -> tuple[bool, ...]:
 
 
 class ModuleSignature(NamedTuple):
-    """What a flow may depend on in the LightningModule.
+    """The properties of the LightningModule that a flow may depend on.
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently. So
     does user code that registers a hook while training runs, or that keeps a value for the next

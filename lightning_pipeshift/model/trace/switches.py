@@ -1,4 +1,4 @@
-"""Settings that a step switches itself: training modes of modules, and ``requires_grad`` of parameters.
+"""Settings that a step switches: training modes of modules, ``requires_grad`` of parameters.
 
 Code between layers does so on every stage, but code of a layer only on the stage that runs it. The
 others follow what was recorded, so that all stages agree on how gradients flow in the next step.
