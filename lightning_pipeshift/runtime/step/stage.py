@@ -27,7 +27,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     addresses_of,
     resident_in,
 )
-from lightning_pipeshift.model.trace.conditions import PlainChanges, PlainValues
+from lightning_pipeshift.model.trace.conditions import PlainValues
 from lightning_pipeshift.model.trace.placeholder import dtype_named
 from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
@@ -374,10 +374,13 @@ class Stage:
         if trace is None:
             yield
             return
-        changes = trace.changes if step.is_in_flight else PlainChanges()
-        values = PlainValues(root, step.function.arguments)
-        with trace.switches.followed(root), values.followed(changes, self._is_last):
-            yield
+        with trace.switches.followed(root):
+            if step.is_in_flight and trace.changes.early:
+                values = PlainValues(root, step.function.arguments)
+                with values.followed(trace.changes, self._is_last):
+                    yield
+            else:
+                yield
 
     def forward(self, held: _InFlight) -> None:
         """Runs this stage's part of the user's step."""
