@@ -68,9 +68,9 @@ def test_sums_over_virtual_machines_are_timed() -> None:
         assert timed == PARTS
 
 
-def report(kind: type) -> str:
+def report(kind: type, rows: dict[str, int]) -> str:
     """What a profiler writes on this rank."""
-    profiler = kind("reports", "report")
+    profiler = kind("reports", "report", **rows)
     how = {"pipeshift": {"microbatches": 2}}
     trainer = quiet_trainer(how, devices=2, max_epochs=1, profiler=profiler)
     trainer.fit(LayersOfItsOwn(), points(8))
@@ -78,8 +78,15 @@ def report(kind: type) -> str:
 
 
 @pytest.mark.feature("Profilers", "`AdvancedProfiler`, `PyTorchProfiler`")
-@pytest.mark.parametrize("kind", [AdvancedProfiler, PyTorchProfiler])
-def test_every_rank_writes_its_profilers_report(kind: type, tmp_path: Path) -> None:
-    for text in run_ranks(report, 2, kind, cwd=tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    # All rows: by default, the report has those that took longest, whichever they are.
+    [(AdvancedProfiler, {}), (PyTorchProfiler, {"row_limit": -1})],
+    ids=["AdvancedProfiler", "PyTorchProfiler"],
+)
+def test_every_rank_writes_its_profilers_report(
+    kind: type, rows: dict[str, int], tmp_path: Path
+) -> None:
+    for text in run_ranks(report, 2, kind, rows, cwd=tmp_path):
         assert "[PipeShift] wait for other stages" in text
         assert "PipeShiftStrategy.training_st" in text
