@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import trainer_of
 from lightning_pipeshift.errors import LayerError
@@ -244,11 +244,19 @@ class Watch:
                     self._uses.setdefault(name, -1)
         self._interval += 1
 
-    def read(self, value: Any) -> Any:
-        """Returns what user code gets that has read a value from a tensor."""
-        if isinstance(value, bool):
-            self.branch()
-        return _watched(value, UNKNOWN, self)
+    def read(self, function: Callable[..., Any], value: Any) -> Any:
+        """Returns the value that user code gets when it reads one from a tensor.
+
+        Args:
+            function: the one that reads it.
+            value: the value that it returns.
+        """
+        if function is Tensor.item and not isinstance(value, bool):
+            return _watched(value, UNKNOWN, self)
+        # Python itself asks for `__int__` and `__index__`, and wants an int; comparisons with it
+        # are not seen.
+        self.branch()
+        return value
 
     def branch(self) -> None:
         """Called where the step may take another branch with other values of tensors."""

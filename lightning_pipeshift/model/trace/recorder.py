@@ -603,11 +603,11 @@ class _Recorder(PlaceholderListener):
             if not self._is_drawn:
                 # With the values of another batch it may take another branch.
                 self._open()
-            return self._watch.read(function(*args, **kwargs))
+            return self._watch.read(function, function(*args, **kwargs))
         self._is_reading = True
         self._is_certain = False
         try:
-            return self._watch.read(function(*args, **kwargs))
+            return self._watch.read(function, function(*args, **kwargs))
         finally:
             self._is_reading = False
             if not self._is_certain:

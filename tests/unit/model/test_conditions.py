@@ -184,7 +184,7 @@ def test_a_switch_that_changes_may_have_been_asked_for_at_any_time():
 
 def test_values_of_tensors_are_unknown():
     def step(m, watch):
-        value = watch.read(0.25)
+        value = watch.read(torch.Tensor.item, 0.25)
         m.rate += value
         if value * 2 < m.count:
             m.count += 1
@@ -201,7 +201,7 @@ def test_values_of_tensors_are_unknown():
 
 def test_unknown_values_leave_other_conditions_as_they_are():
     def step(m, watch):
-        assert not watch.read(True) or m._trainer.global_step < 5
+        assert not watch.read(torch.Tensor.item, True) or m._trainer.global_step < 5
 
     watch, module = Watch(), Module()
     with PlainValues(module, ()).watched(watch):

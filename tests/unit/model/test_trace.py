@@ -892,6 +892,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.filterwarnings("error::DeprecationWarning")
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_whether_shapes_are_made_of_the_batchs_values(number):
     step, shaped = SHAPES[number]
