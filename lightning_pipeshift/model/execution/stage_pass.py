@@ -707,7 +707,7 @@ class StagePass(PlaceholderListener):
         """Called when a layer starts."""
         self._begun_at[position] = self._place
         self.enter_scope()
-        self.shared.enter_layer(gate.index)
+        self.shared.enter_layer(gate.index, is_again=self._ended)
         self._where.layer = gate.name
 
     def _leave(self) -> None:

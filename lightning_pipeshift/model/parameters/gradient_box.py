@@ -8,7 +8,7 @@ copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.model.user_state.random_streams import START, Position
 
 Sums = dict[tuple[str, Position], Tensor]
+
+# In place of a segment's position, for gradients that are of no segment: they are added last.
+_NONE: Final[Position] = (-1,)
 
 _CONTAINERS = (tuple, list, dict, slice)
 
@@ -120,44 +123,53 @@ class SharedParameters:
     the same on every split.
 
     In a layer, the module's slots refer to an alias of each shared parameter. For code between
-    layers, an alias replaces each shared parameter that it passes to a function of torch.
+    layers, an alias replaces each shared parameter that it passes to a function of torch. Where one
+    layer alone refers to a parameter, that layer uses the parameter itself: autograd adds up the
+    gradients of all its calls in one sum, which counts as that of the segment of the last call.
 
     Args:
         uses: the shared parameters that this stage holds.
         others: the other parameters that it holds. Code between layers may use them too, if it is
             not traced.
-        sums: gradients that have been collected already.
+        before: what has been collected with another choice of parameters, and is continued.
     """
 
     def __init__(
         self,
         uses: list[ParameterUse],
         others: Iterable[ParameterUse] = (),
-        sums: Sums | None = None,
+        before: SharedParameters | None = None,
     ) -> None:
         self.uses = uses
-        self.sums: Sums = {} if sums is None else sums
+        self.sums: Sums = {} if before is None else before.sums
         """By a parameter's name and the position at which the segment begins."""
         self._names = {id(use.parameter): use.name for use in [*uses, *others]}
         self._by_layer: dict[int, list[ParameterUse]] = {}
         for use in uses:
             for layer in use.used_in:
-                self._by_layer.setdefault(layer, []).append(use)
+                if layer != use.own_layer:
+                    self._by_layer.setdefault(layer, []).append(use)
         self._segment = START
         self._here: Sequence[ParameterUse] = ()
         """The shared parameters of the current layer."""
         self._aliases: dict[int, Tensor] = {}
         self._replaced: list[ParameterUse] = []
-        self._last_call: dict[int, Position] = {}
+        self._last_call: dict[int, Position] = {} if before is None else before._last_call
         """By layer, the segment in which it was called last."""
         self.was_handed_out = False
         """Whether any alias was passed to user code whose gradients are collected in :attr:`sums`.
         """
 
-    def enter_layer(self, layer: int) -> None:
-        """Called when the forward pass enters a layer."""
+    def enter_layer(self, layer: int, is_again: bool = False) -> None:
+        """Called when the forward pass enters a layer.
+
+        Args:
+            layer: its index.
+            is_again: whether a call is recomputed in the backward.
+        """
         self._here = self._by_layer.get(layer, ())
-        self._last_call[layer] = self._segment
+        if not is_again:
+            self._last_call[layer] = self._segment
         if self._here:
             self._replace()
 
@@ -244,25 +256,18 @@ class SharedParameters:
             start = part if start is None else added(start, part)
         return start
 
-    def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """As :meth:`total`, plus the gradient that accumulated in the parameter itself."""
-        total, own = self.total(use, start), use.parameter.grad
-        if own is None or total is None:
-            return own if total is None else total
-        return added(total, own)
-
-    def add_own(self, uses: Iterable[ParameterUse]) -> None:
-        """For parameters that turned out to be shared during the step: adds the gradients of all
-        segments to that from their own layer, in the order of the segments.
+    def take_own(self, uses: Iterable[ParameterUse]) -> None:
+        """Adds the gradients that have accumulated in shared parameters themselves to those of the
+        segments.
 
         Args:
-            uses: the parameters that are held here.
+            uses: the parameters that are held here. One of them may have turned out to be shared
+                during the step.
         """
-        known = {use.name for use in self.uses}
-        names = {name for name, _ in self.sums} - known
+        shared = {use.name for use in self.uses} | {name for name, _ in self.sums}
         for use in uses:
-            if use.name not in names:
-                continue
-            if use.parameter.grad is not None and use.layers:
-                self.sums[use.name, self._last_call.get(use.layers[0], START)] = use.parameter.grad
-            use.parameter.grad = self.total(use, None)
+            if use.name in shared and use.parameter.grad is not None:
+                layer = use.own_layer
+                segment = _NONE if layer is None else self._last_call.get(layer, _NONE)
+                self.sums[use.name, segment] = use.parameter.grad
+                use.parameter.grad = None

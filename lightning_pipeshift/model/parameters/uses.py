@@ -94,7 +94,12 @@ class ParameterUse:
     @property
     def is_shared(self) -> bool:
         """Whether its gradient is a sum over segments, which may be on several stages."""
-        return self.everywhere or self.is_tied or len(self.layers) != 1
+        return self.everywhere or self.own_layer is None
+
+    @property
+    def own_layer(self) -> int | None:
+        """The layer that alone refers to it in its modules, if there is one."""
+        return self.layers[0] if len(self.layers) == 1 and not self.is_tied else None
 
     def holders(self, stage_of: list[int], num_stages: int) -> list[int]:
         """The stages that hold it, in order, given each layer's stage."""

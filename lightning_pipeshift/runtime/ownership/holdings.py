@@ -18,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,6 @@ from lightning_pipeshift.runtime.ownership.user_copies import (
 log = logging.getLogger(__name__)
 
 _CLIPPED_NORM = 2.0
-# In place of a segment's position, for gradients that are of no segment: they are added last.
-_OWN: Final[Position] = (-1,)
 
 
 class Holdings:
@@ -159,7 +157,7 @@ class Holdings:
         using = self._had_gradients if keeps_old else self._holders
         self.held = [use for use in self.uses if self.stage in using[id(use.parameter)]]
         self.shared = SharedParameters(
-            [use for use in self.held if use.is_shared], self.held, self.shared.sums
+            [use for use in self.held if use.is_shared], self.held, self.shared
         )
         number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
         # Under all names, those of tied parameters too.
@@ -679,10 +677,7 @@ class Holdings:
         """Ends a part of the step: microbatches whose gradients of shared parameters are added up
         before those of the next part. Every stage calls this after the same backwards.
         """
-        for use in self.shared.uses:
-            if use.parameter.grad is not None:
-                self.shared.sums[use.name, _OWN] = use.parameter.grad
-                use.parameter.grad = None
+        self.shared.take_own(self.held)
         self._parts.append(dict(self.shared.sums))
         self.shared.sums.clear()
 
@@ -739,7 +734,13 @@ class Holdings:
         if self._parts:
             self._sum_parts()
             return
-        self.shared.add_own(self.held)
+        self.shared.take_own(self.held)
+        # Of parameters that turned out to be shared during this step.
+        known = {use.name for use in self.shared.uses}
+        late = {name for name, _ in self.shared.sums} - known
+        for use in self.held:
+            if use.name in late:
+                use.parameter.grad = self.shared.total(use, None)
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
@@ -748,7 +749,7 @@ class Holdings:
             start = None
             if self.stage != holders[-1]:
                 start = self._receive_optional(use, holders[place + 1], waits)
-            total = self.shared.total_with_own(use, start)
+            total = self.shared.total(use, start)
             if place:
                 self._send_optional(use.name, total, holders[place - 1], waits)
             if place or total is None:
