@@ -455,7 +455,8 @@ class _Recorder(PlaceholderListener):
             fresh = [x for x in leaves if isinstance(x, Placeholder) and id(x) not in identities]
             are_views = any(id(leaf.origin) in unlabelled for leaf in fresh)
             followed &= bool(fresh) and not are_views and not is_changed
-        if not needs and self._is_open:
+        if not needs and (self._is_open or not any(map(self._is_followed, given))):
+            # Of the batch alone, even if it requires a gradient.
             return result
         if not needs:
             return self._of_parameters(key, name, given, leaves, rebuild, result)

@@ -900,6 +900,20 @@ def test_whether_shapes_are_made_of_the_batchs_values(number):
     assert follow(model, X).is_shaped_by_batch == shaped
 
 
+def test_a_batch_that_requires_a_gradient_is_computed_on_every_stage():
+    def step(m, x):
+        penalty = m.b.weight.square().mean()
+        return m.b(m.a(x.clone().requires_grad_() + 1)).sum() + penalty
+
+    entries = follow(Model(step, **linears("a b")), X).entries
+    assert [(key, entry.name) for key, entry in entries.items()] == [
+        ((0, 1), "square"),
+        ((0, 2), "mean"),
+        ((2, 1), "sum"),
+        ((2, 2), "add"),
+    ]
+
+
 def test_a_reentrant_checkpoint():
     def step(m, x):
         return m.c(checkpoint(m.b, m.a(x), use_reentrant=True)).sum()
