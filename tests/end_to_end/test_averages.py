@@ -464,15 +464,19 @@ class CalledAgain(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("average", torch.zeros_like(self.net[4].weight))
+        self.register_buffer("average", torch.zeros(NUM_CLASSES, 32))
         self.average: Tensor
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         features, labels = batch
-        self.average.mul_(DECAY).add_(self.net[4].weight.data, alpha=1 - DECAY)
+        first, third, last = (self.net.get_submodule(name) for name in ("0", "2.0", "4"))
+        assert isinstance(first.weight, Tensor)
+        assert isinstance(third.weight, Tensor)
+        assert isinstance(last.weight, Tensor)
+        self.average.mul_(DECAY).add_(last.weight.data, alpha=1 - DECAY)
         scores = [self(features + 0.1 * number) for number in range(3)]
         loss = sum((F.cross_entropy(each, labels) for each in scores), torch.zeros(()))
-        return loss + self.net[0].weight.square().mean() + self.net[2][0].weight.square().mean()
+        return loss + first.weight.square().mean() + third.weight.square().mean()
 
     def averages(self) -> Mapping[str, Tensor]:
         return {"average": self.average}
