@@ -5,6 +5,7 @@ and switches of the LightningModule. The same bits on one, two and three stages.
 from __future__ import annotations
 
 import os
+import warnings
 from enum import Enum
 from typing import Any
 
@@ -295,8 +296,24 @@ class ScalesByItsLosses(Model):
         return loss
 
 
+class KeepsItsLosses(Model):
+    """In a list, which it uses in front of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.unused: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss((x * (1 + len(self.losses)), y))
+        self.losses.append(loss.item())
+        self.unused.append(loss.item())
+        return loss
+
+
 OTHERS: dict[str, type[Model]] = {
-    model.__name__: model for model in (CountsByTheIndex, ScalesByItsLosses)
+    model.__name__: model for model in (CountsByTheIndex, ScalesByItsLosses, KeepsItsLosses)
 }
 
 
@@ -308,6 +325,29 @@ def test_what_no_stage_can_know_in_time_is_an_error(how: dict[str, Any]) -> None
     together = run_ranks(trained, 2, "ScalesByItsLosses", {"microbatches": 1})[0][0]
     for key, value in alone.items():
         assert torch.equal(value, together[key]), key
+
+
+def warned(how: dict[str, Any]) -> list[str]:
+    """The warnings of this rank about what a step reads in front of a layer."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trained("KeepsItsLosses", how)
+    texts = [str(warning.message) for warning in found]
+    return [text for text in texts if "in front of a layer" in text]
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        ({"microbatches": 1}, 0),
+        ({"microbatches": 2}, 1),
+        ({"microbatches": 1, "schedule": "async"}, 1),
+    ],
+)
+def test_what_a_list_may_lack_is_said_once(how: dict[str, Any], count: int) -> None:
+    first, last = run_ranks(warned, 2, how)
+    assert (len(first), len(last)) == (0, count)
+    assert all("reads `self.losses`" in text for text in last)
 
 
 class BranchesOnItsRank(Model):

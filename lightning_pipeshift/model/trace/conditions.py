@@ -91,10 +91,12 @@ class PlainChanges:
         updates: by an attribute's name, what its new value is computed from; or the new value.
         early: the attributes that are used on earlier stages than the ones that change them: the
             next microbatch is there before the change.
+        stale: the same for lists, dicts, sets and queues.
     """
 
     updates: Mapping[str, Any] = field(default_factory=dict)
     early: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
 
 
 class PlainValues:

@@ -33,6 +33,7 @@ from lightning_pipeshift.model.trace.code_estimate import CodeEstimate
 from lightning_pipeshift.model.trace.conditions import PlainValues, Watch
 from lightning_pipeshift.model.trace.graph_links import described, linked, on_meta
 from lightning_pipeshift.model.trace.guesses import Guesses
+from lightning_pipeshift.model.trace.kept_containers import KeptContainers
 from lightning_pipeshift.model.trace.made_up import run_made_up, with_side_outputs
 from lightning_pipeshift.model.trace.module_contents import (
     left_behind,
@@ -231,6 +232,7 @@ class _Recorder(PlaceholderListener):
     ) -> None:
         self._plain = values or PlainValues(root, ())
         self._watch = Watch()
+        self._containers = KeptContainers(root)
         self._kept = kept or {}
         self._kept_here: list[Placeholder] = []
         self._uses: list[tuple[int, int]] = []
@@ -300,7 +302,7 @@ class _Recorder(PlaceholderListener):
             self._root.__dict__.update(log=self.log, log_dict=self.log_dict)
             if self._streams is not None:
                 self._streams.go_to(START)
-            with self._plain.watched(self._watch) as arguments:
+            with self._containers.watched(), self._plain.watched(self._watch) as arguments:
                 result = step(self._root, *arguments)
         # Before its changes are undone.
         for leaf in left_behind(self._root, self._gates):
@@ -692,6 +694,7 @@ class _Recorder(PlaceholderListener):
         self._switches.note_modes()
         self._watch.use(inputs)
         self._watch.end_interval()
+        self._containers.end_interval()
         self.enter_scope()
         self.inside = inside
         try:
@@ -970,7 +973,7 @@ class _Recorder(PlaceholderListener):
             carried=self.carried,
             switches=self._switches.result,
             conditions=dict(self._watch.conditions),
-            changes=self._watch.changes,
+            changes=replace(self._watch.changes, stale=self._containers.stale),
         )
         # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]

@@ -6,6 +6,7 @@ microbatch, from its first action to its last, is in :class:`_InFlight`, and goe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -239,6 +240,7 @@ class Stage:
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
         self._layouts: dict[Any, dict[Any, Layout]] = {}
+        self._warned: frozenset[str] = frozenset()
         """Those that neighbours have agreed on: by kind, boundary and rank, and by what crosses."""
 
     def find_neighbours(self) -> None:
@@ -374,6 +376,8 @@ class Stage:
         if trace is None:
             yield
             return
+        if step.is_in_flight:
+            self._warn_of_stale(trace.changes.stale)
         with trace.switches.followed(root):
             if step.is_in_flight and trace.changes.early:
                 values = PlainValues(root, step.function.arguments)
@@ -381,6 +385,21 @@ class Stage:
                     yield
             else:
                 yield
+
+    def _warn_of_stale(self, names: frozenset[str]) -> None:
+        new = sorted(names - self._warned)
+        self._warned |= names
+        if new and self._is_last:
+            shown = ", ".join(f"`self.{name}`" for name in new)
+            warnings.warn(
+                f"PipeShift: the step reads {shown} in front of a layer and changes it behind one."
+                " With several microbatches in flight, earlier stages have read it in the next"
+                " microbatch by then. If the step uses what earlier microbatches have put there,"
+                " its values are wrong: read and change it behind the last layer, or in a hook"
+                " (`on_train_batch_end`); or pass `microbatches=1`, without an asynchronous"
+                " schedule. If it empties it first, nothing is wrong.",
+                stacklevel=2,
+            )
 
     def forward(self, held: _InFlight) -> None:
         """Runs this stage's part of the user's step."""

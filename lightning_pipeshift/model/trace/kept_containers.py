@@ -1,0 +1,106 @@
+"""Lists, dicts, sets and queues of the LightningModule that a step reads early and changes late.
+
+With several microbatches in flight, an earlier stage has begun the next microbatch before a later
+stage changes the container. For numbers, stages compute the change as well (``conditions.py``);
+what goes into a container (a loss, a prediction) only the later stage has.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import lightning.pytorch as L
+from torch import nn
+
+_KINDS: Final = (list, dict, set, deque)
+# Larger ones are not compared: a list of all files, say.
+_MOST_ENTRIES: Final = 10_000
+
+
+class KeptContainers:
+    """Takes notes of when a step reads and changes the containers that are attributes of the
+    LightningModule. An interval is the code between two calls of layers.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        own = vars(root)
+        self._root = root
+        self._contents = {
+            name: _contents(value)
+            for name, value in own.items()
+            if isinstance(value, _KINDS) and name not in _of_lightning()
+        }
+        self._reads: dict[str, int] = {}
+        """By an attribute's name, the first interval that reads it."""
+        self._changes: dict[str, int] = {}
+        """The last interval that changes it."""
+        self._interval = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a step that is traced."""
+        before = type(self._root)
+        if self._contents:
+            self._root.__class__ = self._watched_class(before)
+        try:
+            yield
+            self.end_interval()
+        finally:
+            if self._contents:
+                self._root.__class__ = before
+
+    def end_interval(self) -> None:
+        """Called before each call of a layer, and when the step ends."""
+        own = vars(self._root)
+        for name, before in self._contents.items():
+            now = _contents(own.get(name))
+            if not _same(now, before):
+                self._contents[name] = now
+                self._changes[name] = self._interval
+        self._interval += 1
+
+    @property
+    def stale(self) -> frozenset[str]:
+        """The names of containers that are read before they change."""
+        return frozenset(
+            name for name, last in self._changes.items() if self._reads.get(name, last) < last
+        )
+
+    def _watched_class(self, own: type) -> type:
+        of_object: Any = own.__getattribute__
+
+        def get(root: Any, name: str) -> Any:
+            if name in self._contents:
+                self._reads.setdefault(name, self._interval)
+            return of_object(root, name)
+
+        body = {"__getattribute__": get, "__module__": own.__module__, "__doc__": own.__doc__}
+        watched = type(own.__name__, (own,), body)
+        watched.__qualname__ = own.__qualname__
+        return watched
+
+
+def _of_lightning() -> frozenset[str]:
+    """The attributes of a LightningModule that are not the user's."""
+    return frozenset(vars(L.LightningModule()))
+
+
+def _contents(value: Any) -> list[Any]:
+    """What is compared, by identity: the container and what is in it, not their own contents."""
+    if not isinstance(value, _KINDS):
+        return [value]
+    if len(value) > _MOST_ENTRIES:
+        return [value]
+    entries = [x for pair in value.items() for x in pair] if isinstance(value, dict) else value
+    return [value, *entries]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -1,0 +1,80 @@
+"""Containers of a LightningModule that a step reads in an earlier interval than it changes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_pipeshift.model.trace.kept_containers import KeptContainers
+
+
+class Module(L.LightningModule):
+    """With containers of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Any] = [0.5]
+        self.counts: dict[str, int] = {"a": 1000}
+        self.names = {"one"}
+        self.queue: deque[int] = deque(maxlen=2)
+        self.files = list(range(20_000))
+
+    def last(self) -> Any:
+        return self.history[-1]
+
+
+def stale(*steps: Callable[[Module], Any]) -> frozenset[str]:
+    """What is stale for steps, each of which is an interval."""
+    module = Module()
+    containers = KeptContainers(module)
+    with containers.watched():
+        for number, step in enumerate(steps):
+            if number:
+                containers.end_interval()
+            step(module)
+    assert type(module) is Module
+    return containers.stale
+
+
+def nothing(_: Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "name"),
+    [
+        (lambda m: len(m.history), lambda m: m.history.append(1), "history"),
+        (lambda m: m.last(), lambda m: setattr(m, "history", [*m.history, 1]), "history"),
+        (lambda m: m.last(), lambda m: m.history.__setitem__(0, 0.75), "history"),
+        (lambda m: m.counts.get("a"), lambda m: m.counts.update(a=1001), "counts"),
+        (lambda m: m.counts.get("a"), lambda m: m.counts.update(b=1), "counts"),
+        (lambda m: "two" in m.names, lambda m: m.names.add("two"), "names"),
+        (lambda m: sum(m.queue), lambda m: m.queue.append(1), "queue"),
+    ],
+)
+def test_containers_that_are_read_before_they_change(
+    early: Callable[[Module], Any], late: Callable[[Module], Any], name: str
+) -> None:
+    assert stale(early, nothing, late) == {name}
+    assert stale(early, late, nothing) == {name}
+    assert stale(nothing, late, early) == frozenset()
+    assert stale(nothing, lambda m: (early(m), late(m))) == frozenset()
+    assert stale(early, early) == frozenset()
+
+
+def test_large_containers_are_not_compared() -> None:
+    assert stale(lambda m: m.files[0], lambda m: m.files.append(1)) == frozenset()
+
+
+def test_the_class_looks_the_same_while_it_is_watched() -> None:
+    module = Module()
+    with KeptContainers(module).watched():
+        assert isinstance(module, Module)
+        assert type(module).__name__ == "Module"
+        assert type(module).__qualname__ == Module.__qualname__
+        with pytest.raises(AttributeError, match="absent"):
+            _ = module.absent
