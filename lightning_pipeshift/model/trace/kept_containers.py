@@ -11,6 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import lightning.pytorch as L
@@ -46,15 +47,27 @@ class KeptContainers:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around a step that is traced."""
-        before = type(self._root)
-        if self._contents:
-            self._root.__class__ = self._watched_class(before)
+        if not self._contents:
+            yield
+            return
+        # Not in a class of its own: user code may keep a list of all subclasses.
+        own: Any = type(self._root)
+        before, inherited = vars(own).get("__getattribute__"), own.__getattribute__
+
+        def read(module: Any, name: str) -> Any:
+            if name in self._contents and module is self._root:
+                self._reads.setdefault(name, self._interval)
+            return inherited(module, name)
+
+        own.__getattribute__ = read
         try:
             yield
             self.end_interval()
         finally:
-            if self._contents:
-                self._root.__class__ = before
+            if before is None:
+                del own.__getattribute__
+            else:
+                own.__getattribute__ = before
 
     def end_interval(self) -> None:
         """Called before each call of a layer, and when the step ends."""
@@ -73,20 +86,8 @@ class KeptContainers:
             name for name, last in self._changes.items() if self._reads.get(name, last) < last
         )
 
-    def _watched_class(self, own: type) -> type:
-        of_object: Any = own.__getattribute__
 
-        def get(root: Any, name: str) -> Any:
-            if name in self._contents:
-                self._reads.setdefault(name, self._interval)
-            return of_object(root, name)
-
-        body = {"__getattribute__": get, "__module__": own.__module__, "__doc__": own.__doc__}
-        watched = type(own.__name__, (own,), body)
-        watched.__qualname__ = own.__qualname__
-        return watched
-
-
+@cache
 def _of_lightning() -> frozenset[str]:
     """The attributes of a LightningModule that are not the user's."""
     return frozenset(vars(L.LightningModule()))
