@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,14 +94,14 @@ def mixed(num_stages: int, room_bytes: int) -> dict[str, float]:
     }
 
 
-def many_devices() -> dict[str, Any]:
+def many_devices(budgets_gib: Sequence[int] = (1, 2, 4)) -> dict[str, Any]:
     """The plan of 1,024 devices on hosts of 8."""
     tensors = tuple(SavedTensor(number, 2 * MIB, spares=0.1) for number in range(5))
     profile = model(96, tensors, 2e-3)
     layers = tuple(replace(layer, optimizer_bytes=40 * MIB) for layer in profile.layers)
     profile = replace(profile, layers=layers, step_seconds=1e-2)
     found: dict[str, Any] = {}
-    for budget_bytes in (GIB, 2 * GIB, 4 * GIB):
+    for budget_bytes in (number * GIB for number in budgets_gib):
         cluster = Cluster(
             tuple(
                 Device(
