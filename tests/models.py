@@ -229,6 +229,35 @@ class LayersOfItsOwn(Classifier):
         return self.head(hidden)
 
 
+class RunsAgain(torch.autograd.Function):
+    """Activation checkpointing as older code has it: the module runs again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor, *weights: Tensor) -> Any:
+        ctx.run, ctx.hidden, ctx.weights = run, hidden, weights
+        with torch.no_grad():
+            return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        hidden = ctx.hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(hidden)
+        given = [hidden, *ctx.weights]
+        return None, *torch.autograd.grad(output, given, gradients, allow_unused=True)
+
+
+class CheckpointedByHand(nn.Module):
+    """A linear layer that runs again in the backward."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return RunsAgain.apply(self.linear.forward, hidden, *self.parameters())
+
+
 class SkipConnection(Classifier):
     """The output of the first layer is used again after the third."""
 

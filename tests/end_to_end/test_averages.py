@@ -33,7 +33,7 @@ from lightning_pipeshift.checkpoint.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, built, plain, quiet_trainer
-from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
+from tests.models import NUM_CLASSES, NUM_FEATURES, CheckpointedByHand, Classifier, points
 
 DECAY = 0.8
 
@@ -459,17 +459,18 @@ class LateOnes(Plain):
 
 class CalledAgain(Plain):
     """Calls its layers three times, keeps an average of one layer's parameter in the step, and
-    penalises that of another.
+    penalises those of others, one of which runs again in the backward.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.net[2] = nn.Sequential(CheckpointedByHand(), nn.ReLU())
         self.register_buffer("average", torch.zeros(NUM_CLASSES, 32))
         self.average: Tensor
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         features, labels = batch
-        first, third, last = (self.net.get_submodule(name) for name in ("0", "2.0", "4"))
+        first, third, last = (self.net.get_submodule(name) for name in ("0", "2.0.linear", "4"))
         assert isinstance(first.weight, Tensor)
         assert isinstance(third.weight, Tensor)
         assert isinstance(last.weight, Tensor)

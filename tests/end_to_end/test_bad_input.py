@@ -44,6 +44,7 @@ from tests.features_models import (
 from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,
+    CheckpointedByHand,
     Classifier,
     LayersOfItsOwn,
     SequentialMLP,
@@ -367,43 +368,14 @@ class TrainsAStranger(LayersOfItsOwn):
         return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
 
 
-class _RunsAgain(torch.autograd.Function):
-    """Activation checkpointing as older code has it: the module runs again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor, *weights: Tensor) -> Any:
-        ctx.run, ctx.hidden, ctx.weights = run, hidden, weights
-        with torch.no_grad():
-            return run(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        hidden = ctx.hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            output = ctx.run(hidden)
-        given = [hidden, *ctx.weights]
-        return None, *torch.autograd.grad(output, given, gradients, allow_unused=True)
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, hidden: Tensor) -> Any:
-        return _RunsAgain.apply(self.linear.forward, hidden, *self.parameters())
-
-
 class CheckpointsSharedWeights(LayersOfItsOwn):
     """Its gradients of the second layer were lost, without a word."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.second = _Checkpointed()  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        decay = sum(parameter.square().sum() for parameter in self.second.parameters())
-        return super().training_step(batch, batch_idx) + 0.1 * decay
+        second = CheckpointedByHand()
+        second.linear.weight = self.third.weight
+        self.second = second  # type: ignore[assignment]
 
 
 class NormalizesAWeight(LayersOfItsOwn):

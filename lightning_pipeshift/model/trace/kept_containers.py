@@ -11,13 +11,14 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Final
 
-import lightning.pytorch as L
 from torch import nn
 
+from lightning_pipeshift.compat.lightning_names import CONTAINERS
+
 _KINDS: Final = (list, dict, set, deque)
+_NOT_OF_USERS: Final = CONTAINERS | set(vars(nn.Module()))
 # Larger ones are not compared: a list of all files, say.
 _MOST_ENTRIES: Final = 10_000
 
@@ -36,7 +37,7 @@ class KeptContainers:
         self._contents = {
             name: _contents(value)
             for name, value in own.items()
-            if isinstance(value, _KINDS) and name not in _of_lightning()
+            if isinstance(value, _KINDS) and name not in _NOT_OF_USERS
         }
         self._reads: dict[str, int] = {}
         """By an attribute's name, the first interval that reads it."""
@@ -85,12 +86,6 @@ class KeptContainers:
         return frozenset(
             name for name, last in self._changes.items() if self._reads.get(name, last) < last
         )
-
-
-@cache
-def _of_lightning() -> frozenset[str]:
-    """The attributes of a LightningModule that are not the user's."""
-    return frozenset(vars(L.LightningModule()))
 
 
 def _contents(value: Any) -> list[Any]:
