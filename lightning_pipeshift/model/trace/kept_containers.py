@@ -89,7 +89,7 @@ class KeptContainers:
 
 
 def _contents(value: Any) -> list[Any]:
-    """What is compared, by identity: the container and what is in it, not their own contents."""
+    """The container and its entries, which are compared by identity."""
     if not isinstance(value, _KINDS):
         return [value]
     if len(value) > _MOST_ENTRIES:
