@@ -17,7 +17,6 @@ problems.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import shutil
@@ -130,7 +129,7 @@ def checked_out(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = arguments(inspect.getdoc(sys.modules[__name__]))
+    parser = arguments(__doc__)
     parser.add_argument("--num-large", type=int, default=5, help="problems of 64 layers")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one plan")
     options = parser.parse_args()

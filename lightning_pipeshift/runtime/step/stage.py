@@ -240,8 +240,8 @@ class Stage:
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
         self._layouts: dict[Any, dict[Any, Layout]] = {}
-        self._warned: frozenset[str] = frozenset()
         """Those that neighbours have agreed on: by kind, boundary and rank, and by what crosses."""
+        self._warned: frozenset[str] = frozenset()
 
     def find_neighbours(self) -> None:
         """Called when the ranks of the virtual machine have become other stages."""
