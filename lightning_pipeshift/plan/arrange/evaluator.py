@@ -18,8 +18,9 @@ import numpy as np
 
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
+from lightning_pipeshift.plan.arrange.order_search import OrderSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import compute_power
+from lightning_pipeshift.plan.arrange.stage_order import Order, compute_power
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workload_of
@@ -69,6 +70,7 @@ class Evaluator:
         self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
+        self._start: dict[Workload, Cut] = {}
         self._chosen: dict[Hashable, Cuts] = {}
         # These are large: only the last ones are cached.
         self._recomputation = lru_cache(maxsize=8)(
@@ -230,6 +232,55 @@ class Evaluator:
             raise copy(cut)
         return cut
 
+    def best_orders(
+        self, placed: Candidate, vm: int, starts: Sequence[Order], alike: Sequence[int]
+    ) -> list[Order]:
+        """The best orders of a virtual machine's stages, regardless of rings, the fastest first.
+        Their cuts are cached. Empty if the model fits in no order.
+
+        Args:
+            placed: the choice.
+            vm: the virtual machine's number.
+            starts: orders to begin with.
+            alike: for each of its ranks, see :func:`~.stage_order.interchangeable`.
+        """
+        profile, request = self.profile, self.request
+        size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        num_slices = max(1, min(placed.microbatches, int(size)))
+
+        def workload(order: Order) -> Workload:
+            return self.workload(placed.links, order, size, placed.microbatches)
+
+        def anywhere(order: Order) -> Workload:
+            return replace(workload(order), allowed=profile.possible_cuts)
+
+        begin = []
+        for order in dict.fromkeys(starts):
+            try:
+                counts = self._cut(vm, workload(order), None, careful=False).counts
+            except PlanError:
+                counts = uniform(profile.num_layers, len(order), profile.possible_cuts)
+            begin.append((order, counts))
+        for of in (workload, anywhere):
+            search = OrderSearch(
+                profile,
+                placed.links,
+                placed.ranks[vm],
+                alike,
+                of,
+                size / num_slices / profile.samples,
+                request.recompute,
+                request.effort,
+            )
+            if found := search.best(begin)[: request.effort.orders_cut]:
+                break
+        self._chosen.clear()
+        for order, counts in found:
+            key = workload(order)
+            cut = fixed_cut(key, counts, request.recompute)
+            self._cuts[key, None, None, False] = self._start[key] = cut
+        return [order for order, _ in found]
+
     def _hindrance(self, placed: Candidate) -> tuple[tuple[float, ...], ...]:
         """The seconds by which a byte of gradients delays the end of each stage's step.
 
@@ -277,7 +328,8 @@ class Evaluator:
             anywhere = replace(hindered, allowed=possible)
             between = cuts_to_try(self.profile, workload.num_stages)
             effort = self.request.effort
-            return best_cut_of(anywhere, between, self.request.recompute, effort=effort)
+            start = [self._start[workload]] if workload in self._start else []
+            return best_cut_of(anywhere, between, self.request.recompute, start, effort=effort)
         make = self._exact_cut if careful else self._quick_cut
         try:
             return make(workload, hindered)

@@ -9,7 +9,7 @@ of those, cuts, microbatches and shares are searched thoroughly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -358,8 +358,14 @@ class GroupingSearch:
             except PlanError:
                 return math.inf
 
-        starts = (self._by_rule(preferred), placed.ranks)
+        starts = [self._by_rule(preferred), placed.ranks]
         if self._cluster.num_ranks <= self._effort.few_ranks:
+            if most and self._request.partition == "auto" and self._request.solver == "search":
+                found = self._searched(placed, starts)
+                if len(preferred) == 1:
+                    starts, most = starts + found, 0
+                else:
+                    starts += found[:1]
             return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
         # To compare orders it is enough that each device keeps its number of layers, which is much
         # faster.
@@ -374,6 +380,22 @@ class GroupingSearch:
             return placer.closed_form.step(self._in_order(placed, ranks), tuple(cuts))
 
         return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
+
+    def _searched(self, placed: Candidate, starts: Sequence[Groups]) -> list[Groups]:
+        """The best orders of each virtual machine's stages, regardless of rings."""
+        known: dict[Hashable, list[Order]] = {}
+        found_orders = []
+        for vm, (ranks, workload) in enumerate(zip(placed.ranks, placed.workloads, strict=True)):
+            # Equal virtual machines are ordered equally: otherwise rings would be slower.
+            alike = [self._alike[rank] for rank in ranks]
+            key = workload, tuple(map(alike.index, alike))
+            if key not in known:
+                begin = [each[vm] for each in starts] + self._sorted(ranks)[:2]
+                found = self._placer.best_orders(placed, vm, begin, alike)
+                known[key] = [tuple(map(ranks.index, order)) for order in found]
+            orders = [tuple(ranks[place] for place in places) for places in known[key]]
+            found_orders.append(orders)
+        return list(zip(*found_orders, strict=False))
 
     def _by_rule(self, groups: Groups) -> Groups:
         """The groups in the order of the source's rule."""
@@ -443,13 +465,19 @@ class GroupingSearch:
 
     def _orders(self, machine: Order) -> Iterator[Order]:
         """The orders that may be needed to fit in memory: all, if there are few."""
-        devices = self._cluster.devices
-        for sign in (-1, 1):
-            yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
-            yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
+        yield from self._sorted(machine)
         alike = [self._alike[rank] for rank in machine]
         if num_orders(alike) <= self._effort.orders:
             yield from distinct_orders(machine, alike)
+
+    def _sorted(self, machine: Order) -> list[Order]:
+        """The orders by memory and by compute power, the largest first and the smallest first."""
+        devices, powers = self._cluster.devices, self._placer.powers
+        found = []
+        for sign in (-1, 1):
+            found.append(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
+            found.append(sorted(machine, key=lambda rank: sign * powers[rank]))
+        return list(map(tuple, found))
 
 
 def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,13 +29,13 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     interchangeable,
     num_orders,
 )
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.cut_search import best_split, fastest
 from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
@@ -95,21 +96,31 @@ def compressed(
 
 
 class _Option(NamedTuple):
-    """An order of a virtual machine's stages, and a cut."""
+    """An order of a virtual machine's stages, and cuts to begin with."""
 
     order: Order
-    counts: tuple[int, ...]
+    cuts: tuple[Counts, ...]
     seconds: float
-    """Those of the step, without swaps."""
-    score: tuple[float, float]
-    """That of the best mapping: :func:`~lightning_pipeshift.plan.offload.peers.mapping_score`."""
+    """Those of the fastest one's step, without swaps."""
+    problem: Problem
 
-    def promise(self, alike: float) -> tuple[int, tuple[float, float], float]:
-        """A sort key: lower is more promising. Steps that differ by less than the factor ``alike``
-        count as equal until the swaps are known.
+    @property
+    def promise(self) -> int:
+        """A sort key: lower is more promising. Steps that differ by less than
+        :attr:`Effort.alike` are equal until the swaps are known.
         """
-        size = round(math.log(self.seconds, alike)) if self.seconds > 0 else 0
-        return size, self.score, self.seconds
+        return round(math.log(self.seconds, self.problem.effort.alike)) if self.seconds > 0 else 0
+
+    def score(self) -> tuple[tuple[float, float], float]:
+        """A sort key for options with equal promise: the score of the best mapping of stages to
+        lenders (:func:`~lightning_pipeshift.plan.offload.peers.mapping_score`), and the seconds.
+        """
+        return min(map(self._score, self.cuts)), self.seconds
+
+    def _score(self, counts: Counts) -> tuple[float, float]:
+        spare = self.problem.spare_bytes(self.problem.footprints.of(Cut(counts)))
+        needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
+        return mapping_score(needs, spare, self.problem.links, self.problem.effort)
 
 
 class _Planner:
@@ -121,25 +132,37 @@ class _Planner:
         self._request = request
         self._placer = Evaluator(profile, cluster, request)
         self._alike = interchangeable(cluster)
-        self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
+        #: For the order of a start, and the cuts to begin with: the result.
+        self._own: dict[Any, Compressed | BudgetError] = {}
+        self._most_compressed = request.effort.orders_compressed
 
     def best(self) -> Arrangement:
         """The best of the arrangements for several assumptions on the needed memory."""
         errors: list[PlanError | BudgetError] = []
         for assumed in self._assumptions():
-            found = []
+            best: Arrangement | None = None
+            starts: list[tuple[float, Evaluator, Arrangement]] = []
             for placer, start in self._starts(assumed, errors):
                 if self._request.policy is None and placer is self._placer:
                     # It was found with the rings, and with the memory that there is.
-                    found.append(start)
+                    best = start
                 if self._request.solver == "milp":
                     continue
-                try:
-                    found.append(self._mapped(placer, start))
-                except BudgetError as error:
-                    errors.append(without_stack(error))
-            if found:
-                return max(found, key=lambda one: one.samples_per_second)
+                found = self._mapped(placer, start, best, errors)
+                starts.append((found.samples_per_second if found else 0.0, placer, start))
+                best = self._better(best, found)
+                # The next starts are for less memory.
+                if best is not None and self._reaches(best, start, self._request.effort.close):
+                    break
+            # Other orders: first where the own one is the best.
+            self._most_compressed = self._request.effort.orders_compressed
+            for _, placer, start in sorted(starts, key=lambda each: -each[0]):
+                worth_changing = self._request.effort.worth_changing
+                if best is None or not self._reaches(best, start, worth_changing):
+                    found = self._mapped(placer, start, best, errors, reorders=True)
+                    best = self._better(best, found)
+            if best is not None:
+                return best
         # Without a policy, that of the model as it is; with one, a budget that would do helps more
         # than that the weights do not fit.
         if self._request.policy is None:
@@ -213,60 +236,100 @@ class _Planner:
 
     # --- one virtual machine ---
 
-    def _mapped(self, placer: Evaluator, start: Arrangement) -> Arrangement:
-        """A start's virtual machines, each in the best order of its stages."""
+    def _mapped(
+        self,
+        placer: Evaluator,
+        start: Arrangement,
+        best: Arrangement | None,
+        errors: list[PlanError | BudgetError],
+        reorders: bool = False,
+    ) -> Arrangement | None:
+        """A start's virtual machines with the handling of their saved tensors.
+
+        Args:
+            placer: its evaluator.
+            start: the start.
+            best: the best so far.
+            errors: gets the error if it does not fit.
+            reorders: whether other orders of the stages are tried.
+
+        Returns ``None`` if it does not fit, or cannot be better than the best so far.
+        """
         placed = self._placed(start, start.ranks)
+        limit = math.inf
+        if best is not None:
+            limit = self._value(start) / start.samples_per_second / self._value(best)
+            limit *= placer.total(len(start.ranks))
+        known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
         orders, found = [], []
         for vm, ranks in enumerate(start.ranks):
             # Equal virtual machines are solved once and ordered equally: otherwise rings would be
             # slower.
             problem = self._problem(placed, vm, ranks)
-            alike = _pattern([self._alike[rank] for rank in ranks])
-            key = problem.workload, problem.links.key, problem.limits, alike
-            if key not in self._known:
-                order, made = self._best_order(placer, start, placed, vm)
-                self._known[key] = tuple(map(ranks.index, order)), made
-            places, made = self._known[key]
+            key = *_key(problem), _pattern([self._alike[rank] for rank in ranks])
+            if key not in known:
+                options = self._options(placer, start, placed, vm, reorders)
+                try:
+                    made = self._best_order(options, start, vm, limit)
+                except BudgetError as error:
+                    errors.append(without_stack(error))
+                    return None
+                if made is None:
+                    return None
+                known[key] = tuple(map(ranks.index, made[0])), made[1]
+            places, compressed = known[key]
             orders.append(tuple(ranks[place] for place in places))
-            found.append(made)
-        self._known.clear()
+            found.append(compressed)
         return self._arrangement(start, orders, found)
 
     def _best_order(
-        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int
-    ) -> tuple[Order, Compressed]:
-        """The best order that is found, and the handling of saved tensors in it."""
-        given = start.ranks[vm]
+        self, options: Iterator[_Option], start: Arrangement, vm: int, limit: float
+    ) -> tuple[Order, Compressed] | None:
+        """The best order that is found, and the handling of saved tensors in it; ``None`` if a
+        step takes at least ``limit`` seconds in any.
+
+        Raises BudgetError if nothing fits.
+        """
         effort = self._request.effort
-        options = self._options(placer, start, placed, vm)
-        options.sort(key=lambda one: one.promise(effort.alike))
-        # The best order for the step alone comes first: it may need no swaps.
-        own = [option for option in options if option.order == given]
-        others = [option for option in options if option.order != given]
-        best: tuple[float, Order, Compressed] | None = None
-        errors = []
-        for option in own + others[: effort.orders_compressed]:
-            reordered = 1.0 if option.order == given else effort.worth_changing
+        best: tuple[Order, Compressed] | None = None
+        least, error = math.inf, None
+        for option in options:
+            is_own = option.order == start.ranks[vm]
+            reordered = 1.0 if is_own else effort.worth_changing
             # Swaps can only make a step longer.
-            if best is not None and reordered * option.seconds >= best[0]:
+            if reordered * option.seconds >= min(least, limit) or self._most_compressed <= 0:
                 continue
+            self._most_compressed -= not is_own
             try:
-                made = fastest(
-                    self._problem(placed, vm, option.order), [option.counts], self._near(option)
-                )
-            except BudgetError as error:
-                errors.append(without_stack(error))
+                made = self._compressed(option, is_own)
+            except BudgetError as unfit:
+                error = without_stack(unfit)
                 continue
-            allowed = cuts_to_try(self._profile, len(given))
-            is_worth_it = allowed.issuperset(made.cut.bounds[1:-1])
-            # A start inside a block is so much faster than all others.
-            is_worth_it |= made.cut.counts == start.cuts[vm].counts
-            seconds = reordered * (1.0 if is_worth_it else effort.worth_inside) * made.seconds
-            if best is None or seconds < best[0]:
-                best = seconds, option.order, made
-        if best is None:
-            raise errors[0]
-        return best[1:]
+            if reordered * made.seconds < least:
+                least, best = reordered * made.seconds, (option.order, made)
+        if best is None and error is not None:
+            raise error
+        return best
+
+    def _compressed(self, option: _Option, is_own: bool) -> Compressed:
+        """The handling of saved tensors; cached for the order of a start."""
+        key = *_key(option.problem), option.cuts
+        if key not in self._own:
+            try:
+                made = fastest(option.problem, option.cuts, self._near(option))
+            except BudgetError as unfit:
+                if not is_own:
+                    raise
+                self._own[key] = without_stack(unfit)
+            else:
+                if not is_own:
+                    return made
+                self._own[key] = made
+        found = self._own[key]
+        if isinstance(found, BudgetError):
+            # Raising it gives it a traceback.
+            raise copy(found)
+        return found
 
     def _near(self, option: _Option) -> frozenset[int]:
         """The boundaries for cuts near an option; none if the request fixes the cuts, or there are
@@ -277,28 +340,42 @@ class _Planner:
         return cuts_to_try(self._profile, len(option.order))
 
     def _options(
-        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int
-    ) -> list[_Option]:
-        """Orders of the stages, and cuts for each."""
-        profile = self._profile
-        found = []
-        for order in self._orders(start.ranks[vm]):
-            problem = self._problem(placed, vm, order)
-            candidates = [start.cuts[vm].counts]
-            with suppress(PlanError):
-                ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
-                there = placer.placed(ranks, start.microbatches, start.batch_shares)
-                candidates.append(placer.cuts(there)[vm].counts)
-            if self._request.partition == "auto":
-                candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
-            for counts in dict.fromkeys(candidates):
-                footprint = problem.footprints.of(Cut(counts))
-                spare = problem.spare_bytes(footprint)
-                needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
-                seconds = footprint.timeline.step_seconds
-                score = mapping_score(needs, spare, problem.links, problem.effort)
-                found.append(_Option(order, counts, seconds, score))
-        return found
+        self,
+        placer: Evaluator,
+        start: Arrangement,
+        placed: Candidate,
+        vm: int,
+        reorders: bool,
+    ) -> Iterator[_Option]:
+        """Orders of the stages with cuts: the start's own, and others if it is reordered, the most
+        promising first.
+        """
+        orders = self._orders(start.ranks[vm]) if reorders else iter([start.ranks[vm]])
+        options = [self._option(placer, start, placed, vm, order) for order in orders]
+        # The best order for the step alone comes first: it may need no swaps.
+        yield options[0]
+        by_promise = sorted(options[1:], key=lambda one: one.promise)
+        for _, alike in itertools.groupby(by_promise, lambda one: one.promise):
+            yield from sorted(alike, key=_Option.score)
+
+    def _option(
+        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int, order: Order
+    ) -> _Option:
+        """An order of the stages with cuts to begin with."""
+        problem = self._problem(placed, vm, order)
+        cuts: list[Counts] = []
+        with suppress(PlanError):
+            ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
+            there = placer.placed(ranks, start.microbatches, start.batch_shares)
+            cuts.append(placer.cuts(there)[vm].counts)
+        if self._request.partition == "auto":
+            layers, possible = self._profile.num_layers, self._profile.possible_cuts
+            cuts.append(uniform(layers, len(order), possible))
+        # A start with a cut inside of a block is so much faster than all others.
+        cuts = [counts for counts in cuts if is_between_blocks(self._profile, counts)]
+        cuts = list(dict.fromkeys([start.cuts[vm].counts, *cuts]))
+        steps = problem.workload.step_seconds([Cut(counts) for counts in cuts])
+        return _Option(order, tuple(cuts), min(steps), problem)
 
     def _orders(self, machine: Order) -> Iterator[Order]:
         """The orders of a virtual machine's stages to try, its own first."""
@@ -327,6 +404,25 @@ class _Planner:
 
     # --- the result ---
 
+    def _value(self, arrangement: Arrangement) -> float:
+        """Samples per second, and less if a cut is inside of a block: see
+        :attr:`Effort.worth_inside`.
+        """
+        counts = {cut.counts for cut in arrangement.cuts}
+        is_between = all(is_between_blocks(self._profile, each) for each in counts)
+        worth = 1.0 if is_between else self._request.effort.worth_inside
+        return arrangement.samples_per_second / worth
+
+    def _better(self, best: Arrangement | None, other: Arrangement | None) -> Arrangement | None:
+        """The better one; the first of equal ones."""
+        if best is None or other is None:
+            return best or other
+        return max(best, other, key=self._value)
+
+    def _reaches(self, one: Arrangement, other: Arrangement, factor: float) -> bool:
+        """Whether an arrangement is worse than another one by this factor at most."""
+        return factor * self._value(one) >= self._value(other)
+
     def _arrangement(
         self, start: Arrangement, ranks: Sequence[Order], found: Sequence[Compressed]
     ) -> Arrangement:
@@ -334,6 +430,11 @@ class _Planner:
         cuts = tuple(each.cut for each in found)
         made = self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
         return replace(made, tried=start.tried)
+
+
+def _key(problem: Problem) -> tuple[Any, ...]:
+    """Equal for equal problems of one model."""
+    return problem.workload, problem.links.key, problem.limits
 
 
 def _pattern(classes: Sequence[Any]) -> tuple[int, ...]:

@@ -39,8 +39,9 @@ LENDING_SECONDS: Final = 3e-4
 """The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
 and announce the tensor."""
 
-_MOST_TIMELINES, _MOST_EFFECTS = 256, 1024
-"""The numbers of cached timelines, up to 1 MB each, and effects of stages, some 100 KB each."""
+_MOST_TIMELINES, _MOST_EFFECTS, _MOST_LOADS = 256, 1024, 1 << 16
+"""The numbers of cached timelines, up to 1 MB each, effects of stages, some 100 KB each, and loads
+of layers, some 1 KB each."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Footprints:
         self._timelines: dict[Hashable, Timeline] = {}
         self._moments: dict[Hashable, Moments] = {}
         self._effects: dict[Hashable, Effects] = {}
+        self._loads: dict[Hashable, LayerLoad] = {}
         self._traces: dict[Hashable, StageTrace] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
@@ -196,6 +198,7 @@ class Footprints:
                 self._moments.clear()
             self._timelines[timed] = self._with_copies(*timed).timeline(cut)
         timeline = self._timelines[timed]
+        spared = dict(cut.spared)
         found = []
         for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
             moved = tuple(s for layer in range(begin, end) for s in by_layer.get(layer, ()))
@@ -205,7 +208,12 @@ class Footprints:
                     self._effects.clear()
                     self._traces.clear()
                 loads = [
-                    self._load(stage, layer, cut, by_layer.get(layer, ()))
+                    self._load(
+                        stage,
+                        layer,
+                        spared.get(layer, 0.0) if layer in cut.recompute else None,
+                        tuple(by_layer.get(layer, ())),
+                    )
                     for layer in range(begin, end)
                 ]
                 # A stage without layers holds the payload that it forwards.
@@ -341,16 +349,37 @@ class Footprints:
         taken = 2 * self._links.compute_seconds(stage, len(moved), sum(moved))
         return max(math.fsum(seconds) + max(seconds, default=0.0), taken)
 
-    def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
+    def _load(
+        self, stage: int, index: int, spared: float | None, swaps: tuple[Swap, ...]
+    ) -> LayerLoad:
+        """What a layer holds; cached.
+
+        Args:
+            stage: its owner.
+            index: the layer.
+            spared: the part of its forward that a recomputation does not run again; ``None`` if it
+                is not recomputed.
+            swaps: of its tensors.
+        """
+        key = stage, index, spared, swaps
+        if key not in self._loads:
+            if len(self._loads) >= _MOST_LOADS:
+                self._loads.clear()
+            self._loads[key] = self._made_load(*key)
+        return self._loads[key]
+
+    def _made_load(
+        self, stage: int, index: int, spared: float | None, swaps: tuple[Swap, ...]
+    ) -> LayerLoad:
         forward = float(self._workload.forward[stage, index])
         backward = float(self._workload.backward[stage, index])
         sizes = self.sizes[index]
         named = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
         kept = sum(sizes.values()) - sum(named.values())
         again = inputs = 0.0
-        if index in cut.recompute:
+        if spared is not None:
             if stage not in self._workload.recomputing:
-                backward += forward * (1 - dict(cut.spared).get(index, 0.0))
+                backward += forward * (1 - spared)
             numbers = {number for swap in swaps for number in swap.tensors if number >= FRONT}
             moved_outside = sum(sizes.get(number, 0) for number in numbers)
             # They are part of both.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, Timeline, clock, simulate
-from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.schedule.asynchronous import (
     gradients_sent,
@@ -43,8 +43,8 @@ action shows that sends are complete: for gradients, and for payloads of an eval
 ROUNDING: Final = 1 + 1e-9
 """Sums depend on their order by rounding: a difference of less than this factor is none."""
 
-# Many cuts are timed in one pass, but at most this many: each takes memory for every action.
-_AT_ONCE = 512
+AT_ONCE: Final = 512
+"""Many cuts are timed in one pass, but at most this many: each takes memory for every action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +395,8 @@ class Workload:
         many cuts.
         """
         seconds: list[float] = []
-        for begin in range(0, len(cuts), _AT_ONCE):
-            columns = self._columns(cuts[begin : begin + _AT_ONCE])
+        for begin in range(0, len(cuts), AT_ONCE):
+            columns = self._columns(cuts[begin : begin + AT_ONCE])
             seconds += self.clock_for(bool(columns[-1].any())).step_seconds(columns).tolist()
         return seconds
 
@@ -496,6 +496,29 @@ def sums_of_ranges(table: Numbers) -> Numbers:
     return ranges
 
 
+def crossing_bytes(profile: Profile, share: float) -> Numbers:
+    """(2, L + 1): the bytes of a payload and of its gradient that cross each boundary. Boundary b
+    is before layer b, so nothing crosses the first one.
+
+    Args:
+        profile: of the model.
+        share: the size of a microbatch, relative to the measured size.
+    """
+    sizes = np.zeros((2, len(profile.layers) + 1))
+    sizes[0, 1:] = [share * layer.payload_bytes for layer in profile.layers]
+    sizes[1, 1:] = [share * layer.payload_gradient_bytes for layer in profile.layers]
+    return sizes
+
+
+def crossing_seconds(profile: Profile, link: Link, share: float) -> Numbers:
+    """(2, L + 1): the seconds of a payload and of its gradient on a link, at each boundary; see
+    :func:`crossing_bytes`.
+    """
+    sizes = crossing_bytes(profile, share)
+    seconds: Numbers = np.where(sizes, link.latency_seconds + sizes / link.bandwidth, 0.0)
+    return seconds
+
+
 def workload_of(
     profile: Profile,
     cluster: Cluster,
@@ -533,15 +556,10 @@ def workload_of(
             ]
         )
 
-    # Boundary b is before layer b: nothing crosses the first boundary or the last one.
-    payload = [0.0, *[share * layer.payload_bytes for layer in layers]]
-    gradient = [0.0, *[share * layer.payload_gradient_bytes for layer in layers]]
-    links = [cluster.link(one, other) for one, other in pairwise(ranks)]
-
-    def travel(sizes: Sequence[float]) -> Numbers:
-        return np.array([[link.seconds(size) for size in sizes] for link in links]).reshape(
-            last, len(layers) + 1
-        )
+    payload, _ = crossing_bytes(profile, share)
+    crossing = np.zeros((2, last, len(layers) + 1))
+    for stage, pair in enumerate(pairwise(ranks)):
+        crossing[:, stage] = crossing_seconds(profile, cluster.link(*pair), share)
 
     updates = updates_per_backward(schedule, len(ranks), profile.num_accumulated)
     update = updates * profile.optimizer_seconds_per_byte
@@ -561,8 +579,8 @@ def workload_of(
         + update * gradients / speeds[:, None],
         forward_extra=extra("forward"),
         backward_extra=extra("backward"),
-        payload_seconds=travel(payload),
-        gradient_seconds=travel(gradient),
+        payload_seconds=crossing[0],
+        gradient_seconds=crossing[1],
         static_bytes=of_layers("static_bytes") + (profile.num_gradients - 1) * gradients,
         optimizer_bytes=of_layers("optimizer_bytes"),
         waiting_bytes=of_layers("waiting_bytes"),

@@ -57,7 +57,7 @@ class Effort:
     groupings_simulated: int = 18
     groupings_finished: int = 3
     orders: int = 120
-    orders_cut: int = 8
+    orders_cut: int = 4
     orders_compressed: int = 6
     microbatches_tried: int = 4
     actions: int = 1 << 14

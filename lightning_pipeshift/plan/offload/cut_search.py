@@ -23,7 +23,7 @@ from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.offload.assignment_search import Search
 from lightning_pipeshift.plan.offload.budget_error import over_budget
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, neighbours
@@ -45,7 +45,7 @@ def best_split(
     """
     try:
         if counts is None:
-            return fastest(problem, _proposals(problem, start), _worthwhile(problem))
+            return _of_proposals(problem, start)
         return fastest(problem, [tuple(counts)])
     except BudgetError:
         if problem.policy is not None:
@@ -58,6 +58,39 @@ def best_split(
         of = problem.footprints.of
         cut = cut if problem.recompute == "none" else least
         return Compressed(cut, (), of(cut), of(Cut(cut.counts)))
+
+
+def _of_proposals(problem: Problem, start: Sequence[Cut]) -> Compressed:
+    """The best of the proposed cuts, and of those near them. A new one inside of a block has to be
+    much faster than the others: see :attr:`Effort.worth_inside`.
+    """
+    worthwhile, given = _worthwhile(problem), {cut.counts for cut in start}
+    proposals = _proposals(problem, start)
+    usual = [
+        counts
+        for counts in proposals
+        if counts in given or is_between_blocks(problem.profile, counts)
+    ]
+    inside = [counts for counts in proposals if counts not in usual]
+    found: list[tuple[float, Compressed]] = []
+    error: BudgetError | None = None
+    for cuts, worth in ((usual, 1.0), (inside, problem.effort.worth_inside)):
+        # The step without swaps and recomputation is a lower bound.
+        least = min(
+            problem.workload.step_seconds([Cut(counts) for counts in cuts]), default=math.inf
+        )
+        if not cuts or (found and worth * least >= found[0][0]):
+            continue
+        try:
+            made = fastest(problem, cuts, worthwhile)
+        except BudgetError as nothing_fits:
+            error = error or without_stack(nothing_fits)
+            continue
+        found.append((worth * made.seconds, made))
+    if not found:
+        assert error is not None
+        raise error
+    return min(found, key=lambda each: each[0])[1]
 
 
 def _proposals(problem: Problem, start: Sequence[Cut]) -> list[Counts]:

@@ -6,6 +6,7 @@ block balances nearly as well.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -25,6 +26,17 @@ def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
 def cuts_to_try(profile: Profile, num_stages: int) -> frozenset[int]:
     """The boundaries of a model that are worth a cut."""
     return worthwhile_cuts(profile.payload_bytes, num_stages, profile.possible_cuts)
+
+
+def is_between_blocks(profile: Profile, counts: Sequence[int]) -> bool:
+    """Whether all cuts are at boundaries that are worth it.
+
+    Args:
+        profile: of the model.
+        counts: the layers per stage.
+    """
+    ends = set(accumulate(counts)) - {0, profile.num_layers}
+    return ends <= cuts_to_try(profile, len(counts))
 
 
 def worthwhile_cuts(

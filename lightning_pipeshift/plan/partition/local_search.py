@@ -122,7 +122,7 @@ def neighbours(
     allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
     inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
     points = np.array([0, *inner, workload.num_layers])
-    steps = _steps(workload.num_stages - 1, most_moved)
+    steps = steps_of_cuts(workload.num_stages - 1, most_moved)
     places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
     places[:, 1:-1] = np.searchsorted(points, np.cumsum(counts)[:-1]) + steps
     places[:, -1] = len(points) - 1
@@ -193,7 +193,7 @@ class _Search:
 
 
 @lru_cache(maxsize=64)
-def _steps(num_cuts: int, most_moved: int) -> NDArray[np.intp]:
+def steps_of_cuts(num_cuts: int, most_moved: int) -> NDArray[np.intp]:
     """(N, num_cuts): one cut moved by one or two steps, or a run of up to ``most_moved``
     neighbouring ones by one, which moves layers between stages that are not neighbours.
     """

