@@ -62,6 +62,7 @@ VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "saved_parts": ((1.0,), (0.0, 1.0), (0.0, 0.25, 0.5, 0.75, 1.0)),
     "assignments": (100, 2000),
     "tensors_assigned": (1 << 12, 1 << 20),
+    "actions_assigned": (1 << 14, 1 << 22),
     "smallest_bytes": (0, 1 << 21),
     "promising": (0.7, 0.97),
     "worth_changing": (1.0, 1.01, 1.05),

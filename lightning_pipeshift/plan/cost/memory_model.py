@@ -278,7 +278,7 @@ class Footprints:
             taken = profile.update_bytes(range(begin, last), by_layer=True)
             free = found.momentary_bytes[stage]
             updates.append(max(0.0, max(0.0, comes) + taken - free))
-            ended = timeline.computed[stage][-1][2] if timeline.computed[stage] else 0.0
+            ended = timeline.computed[stage].ends[-1] if timeline.computed[stage] else 0.0
             end = max(end, ended + self._exposed_seconds(stage, sizes))
         late = max(0.0, end - timeline.end_seconds) / self._num_accumulated
         return replace(

@@ -11,7 +11,7 @@ free.)
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -301,7 +301,7 @@ class _Sum:
         return np.concatenate(moments), np.concatenate(sizes)
 
 
-def moments_of(row: Sequence[Timed], loads: Sequence[LayerLoad]) -> Moments:
+def moments_of(row: Iterable[Timed], loads: Sequence[LayerLoad]) -> Moments:
     """The times at which each layer's saved tensors are allocated and freed.
 
     Args:

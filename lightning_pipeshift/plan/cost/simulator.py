@@ -12,7 +12,7 @@ actions once, and then adds numbers, or vectors with one entry for each of many 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -94,18 +94,36 @@ Timed = tuple[Action, float, float]
 """The fields of a :class:`Span`: a planner looks at too many to make an object of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimedRow:
+    """Actions of a stage, in order, and when each of them starts and ends, in seconds since the
+    step began.
+
+    A planner holds many: the actions are those of the schedule, for all of them, and tuples of
+    numbers cost the garbage collector nothing.
+    """
+
+    actions: tuple[Action, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def __iter__(self) -> Iterator[Timed]:
+        return zip(self.actions, self.starts, self.ends, strict=True)
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The times of a step's actions, or of an asynchronous pipeline from filling to draining. All
     tuples are per stage.
     """
 
-    computed: tuple[tuple[Timed, ...], ...]
-    """Compute actions, in order."""
-    sent: tuple[tuple[Timed, ...], ...]
-    """The stage's sends, in order: from the start of the transfer until the neighbour has the
-    data.
-    """
+    computed: tuple[TimedRow, ...]
+    """Compute actions."""
+    sent: tuple[TimedRow, ...]
+    """The stage's sends: from the start of the transfer until the neighbour has the data."""
     end_seconds: float
     """When the last action ends."""
     step_seconds: float
@@ -211,6 +229,11 @@ class Clock:
                     _Step(stage, action, number, _COLUMN[action.kind], boundary, link)
                 )
         self._num_arrivals = len(arrivals)
+        rows: list[tuple[list[Action], list[Action]]] = [([], []) for _ in schedule]
+        for step in self._steps:
+            rows[step.stage][step.link is not None].append(step.action)
+        #: The compute actions of each stage, and its sends.
+        self.rows = tuple(tuple(tuple(row[number]) for row in rows) for number in range(2))
 
     @cached_property
     def _waves(self) -> _Waves:
@@ -336,24 +359,32 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
             f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
             " they must agree"
         )
-    computed: list[list[Timed]] = [[] for _ in range(route.num_stages)]
-    sent: list[list[Timed]] = [[] for _ in range(route.num_stages)]
+    # For each stage, of its compute actions and of its sends.
+    starts: list[tuple[list[float], list[float]]] = [([], []) for _ in range(route.num_stages)]
+    ends: list[tuple[list[float], list[float]]] = [([], []) for _ in range(route.num_stages)]
     # Not the spans' differences: the sum of the given costs is exact if they are.
     busy = [0.0] * route.num_stages
     for stage, action, start, end, seconds in timed.run(columns(costs), max):
-        if action.kind.is_compute:
-            computed[stage].append((action, start, end))
+        is_compute = action.kind.is_compute
+        starts[stage][not is_compute].append(start)
+        ends[stage][not is_compute].append(end)
+        if is_compute:
             busy[stage] += seconds
-        else:
-            sent[stage].append((action, start, end))
-    step_seconds = end_seconds = max(row[-1][2] if row else 0.0 for row in computed)
+    computed, sent = (
+        tuple(
+            TimedRow(actions, tuple(begun[number]), tuple(ended[number]))
+            for actions, begun, ended in zip(timed.rows[number], starts, ends, strict=True)
+        )
+        for number in range(2)
+    )
+    step_seconds = end_seconds = max(row.ends[-1] if row else 0.0 for row in computed)
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
-        num_minibatches = sum(action.kind is Kind.FORWARD for action, _, _ in computed[0])
+        num_minibatches = sum(action.kind is Kind.FORWARD for action in computed[0].actions)
         busy = [seconds / num_minibatches for seconds in busy]
     return Timeline(
-        computed=tuple(map(tuple, computed)),
-        sent=tuple(map(tuple, sent)),
+        computed=computed,
+        sent=sent,
         end_seconds=end_seconds,
         step_seconds=step_seconds,
         # Rounding can make the idle time of a fully busy stage slightly negative.

@@ -39,6 +39,7 @@ class Effort:
             looked for, if tensors may move: 0 if all may, 1 if none does.
         assignments: how many ways to handle the saved tensors of a cut are tried.
         tensors_assigned: how many tensors these may have together.
+        actions_assigned: how many actions of stages their schedules may have together.
         smallest_bytes: a smaller tensor moves only if nothing else fits.
         promising: groupings that cannot reach this fraction of the best so far are left out.
         worth_changing: the factor by which unequal shares of the batch, more microbatches, or
@@ -72,6 +73,7 @@ class Effort:
     saved_parts: tuple[float, ...] = (0.0, 0.5, 1.0)
     assignments: int = 500
     tensors_assigned: int = 1 << 17
+    actions_assigned: int = 1 << 19
     smallest_bytes: int = 1 << 16
     promising: float = 0.9
     worth_changing: float = 1.02
@@ -80,9 +82,15 @@ class Effort:
     close: float = 1.001
     work_weight: float = 1e-3
 
-    def trials(self, num_tensors: int) -> int:
-        """How many assignments of this many tensors are tried."""
-        return min(self.assignments, self.tensors_assigned // max(1, num_tensors))
+    def trials(self, num_tensors: int, num_actions: int) -> int:
+        """How many assignments of this many tensors are tried, for a schedule with this many
+        actions of all stages.
+        """
+        return min(
+            self.assignments,
+            self.tensors_assigned // max(1, num_tensors),
+            self.actions_assigned // max(1, num_actions),
+        )
 
 
 USUAL: Final = Effort()

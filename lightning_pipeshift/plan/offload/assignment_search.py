@@ -65,7 +65,7 @@ class Search:
         self._sizes, self._owner = problem.sizes, self.assignments.owner
         self._stages = self.assignments.stages
         self._effort = problem.effort
-        self._most_trials = problem.effort.trials(len(self._sizes))
+        self._most_trials = problem.most_trials
         self._lenders: dict[int, list[Lenders]] = {}
         #: By stage and option, the last known cost of a freed byte.
         self._rates: dict[tuple[int, Option], float] = {}

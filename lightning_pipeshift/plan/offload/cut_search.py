@@ -230,7 +230,7 @@ def _climbed(
     else the fastest.
     """
     workload = problem.workload
-    most, num_trials = problem.effort.trials(len(problem.sizes)), 0
+    most, num_trials = problem.most_trials, 0
     bounds: dict[Counts, float] = {}
     best: tuple[float, float] = (math.inf, math.inf)
     found: Compressed | None = None

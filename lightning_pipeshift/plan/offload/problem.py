@@ -95,6 +95,12 @@ class Problem:
             if size
         }
 
+    @property
+    def most_trials(self) -> int:
+        """How many assignments of its saved tensors are tried."""
+        schedule = self.workload.clock_for(False).schedule
+        return self.effort.trials(len(self.sizes), sum(map(len, schedule)))
+
     def lacking_bytes(self, found: Footprint) -> list[tuple[float, float]]:
         """The bytes that a plan lacks on each stage's device, and on its host; rounding errors are
         ignored, as sums depend on their order.
