@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -132,39 +131,40 @@ class _Planner:
         self._request = request
         self._placer = Evaluator(profile, cluster, request)
         self._alike = interchangeable(cluster)
-        #: For the order of a start, and the cuts to begin with: the result.
-        self._own: dict[Any, Compressed | BudgetError] = {}
+        #: The handling of saved tensors for orders and cuts; ``None`` where nothing fits.
+        self._made: dict[Any, Compressed | None] = {}
         self._most_compressed = request.effort.orders_compressed
+        self._errors: list[PlanError | BudgetError] = []
 
     def best(self) -> Arrangement:
         """The best of the arrangements for several assumptions on the needed memory."""
-        errors: list[PlanError | BudgetError] = []
+        effort = self._request.effort
         for assumed in self._assumptions():
             best: Arrangement | None = None
             starts: list[tuple[float, Evaluator, Arrangement]] = []
-            for placer, start in self._starts(assumed, errors):
+            for placer, start in self._starts(assumed):
                 if self._request.policy is None and placer is self._placer:
                     # It was found with the rings, and with the memory that there is.
                     best = start
                 if self._request.solver == "milp":
                     continue
-                found = self._mapped(placer, start, best, errors)
+                found = self._mapped(placer, start, best)
                 starts.append((found.samples_per_second if found else 0.0, placer, start))
                 best = self._better(best, found)
                 # The next starts are for less memory.
-                if best is not None and self._reaches(best, start, self._request.effort.close):
+                if best is not None and self._reaches(best, start, effort.close):
                     break
             # Other orders: first where the own one is the best.
-            self._most_compressed = self._request.effort.orders_compressed
+            self._most_compressed = effort.orders_compressed
             for _, placer, start in sorted(starts, key=lambda each: -each[0]):
-                worth_changing = self._request.effort.worth_changing
-                if best is None or not self._reaches(best, start, worth_changing):
-                    found = self._mapped(placer, start, best, errors, reorders=True)
+                if best is None or not self._reaches(best, start, effort.worth_changing):
+                    found = self._mapped(placer, start, best, reorders=True)
                     best = self._better(best, found)
             if best is not None:
                 return best
         # Without a policy, that of the model as it is; with one, a budget that would do helps more
         # than that the weights do not fit.
+        errors = self._errors
         if self._request.policy is None:
             raise errors[0]
         raise next((error for error in errors if isinstance(error, BudgetError)), errors[0])
@@ -209,11 +209,9 @@ class _Planner:
             )
             yield [_with_saved(replace(profile, layers=layers), 0.0)]
 
-    def _starts(
-        self, assumed: Sequence[Profile], errors: list[PlanError | BudgetError]
-    ) -> Iterator[tuple[Evaluator, Arrangement]]:
-        """Arrangements, each with the evaluator of the profile for which it is the best; where
-        nothing fits, adds the error to ``errors``.
+    def _starts(self, assumed: Sequence[Profile]) -> Iterator[tuple[Evaluator, Arrangement]]:
+        """Arrangements, each with the evaluator of the profile for which it is the best; notes the
+        errors where nothing fits.
         """
         seen = set()
         for profile in assumed:
@@ -223,7 +221,7 @@ class _Planner:
             try:
                 start = GroupingSearch(placer).best()
             except PlanError as error:
-                errors.append(without_stack(error))
+                self._errors.append(without_stack(error))
                 continue
             cuts = tuple(cut.counts for cut in start.cuts)
             key = start.ranks, cuts, start.microbatches, start.batch_shares
@@ -241,7 +239,6 @@ class _Planner:
         placer: Evaluator,
         start: Arrangement,
         best: Arrangement | None,
-        errors: list[PlanError | BudgetError],
         reorders: bool = False,
     ) -> Arrangement | None:
         """A start's virtual machines with the handling of their saved tensors.
@@ -250,7 +247,6 @@ class _Planner:
             placer: its evaluator.
             start: the start.
             best: the best so far.
-            errors: gets the error if it does not fit.
             reorders: whether other orders of the stages are tried.
 
         Returns ``None`` if it does not fit, or cannot be better than the best so far.
@@ -269,11 +265,7 @@ class _Planner:
             key = *_key(problem), _pattern([self._alike[rank] for rank in ranks])
             if key not in known:
                 options = self._options(placer, start, placed, vm, reorders)
-                try:
-                    made = self._best_order(options, start, vm, limit)
-                except BudgetError as error:
-                    errors.append(without_stack(error))
-                    return None
+                made = self._best_order(options, start, vm, limit)
                 if made is None:
                     return None
                 known[key] = tuple(map(ranks.index, made[0])), made[1]
@@ -285,51 +277,33 @@ class _Planner:
     def _best_order(
         self, options: Iterator[_Option], start: Arrangement, vm: int, limit: float
     ) -> tuple[Order, Compressed] | None:
-        """The best order that is found, and the handling of saved tensors in it; ``None`` if a
-        step takes at least ``limit`` seconds in any.
-
-        Raises BudgetError if nothing fits.
+        """The best order that is found, and the handling of saved tensors in it; ``None`` if
+        nothing fits in any, or a step takes at least ``limit`` seconds.
         """
-        effort = self._request.effort
         best: tuple[Order, Compressed] | None = None
-        least, error = math.inf, None
+        least = math.inf
         for option in options:
             is_own = option.order == start.ranks[vm]
-            reordered = 1.0 if is_own else effort.worth_changing
+            reordered = 1.0 if is_own else self._request.effort.worth_changing
             # Swaps can only make a step longer.
             if reordered * option.seconds >= min(least, limit) or self._most_compressed <= 0:
                 continue
             self._most_compressed -= not is_own
-            try:
-                made = self._compressed(option, is_own)
-            except BudgetError as unfit:
-                error = without_stack(unfit)
-                continue
-            if reordered * made.seconds < least:
+            made = self._compressed(option)
+            if made is not None and reordered * made.seconds < least:
                 least, best = reordered * made.seconds, (option.order, made)
-        if best is None and error is not None:
-            raise error
         return best
 
-    def _compressed(self, option: _Option, is_own: bool) -> Compressed:
-        """The handling of saved tensors; cached for the order of a start."""
+    def _compressed(self, option: _Option) -> Compressed | None:
+        """The handling of saved tensors; ``None`` if nothing fits."""
         key = *_key(option.problem), option.cuts
-        if key not in self._own:
+        if key not in self._made:
+            self._made[key] = None
             try:
-                made = fastest(option.problem, option.cuts, self._near(option))
-            except BudgetError as unfit:
-                if not is_own:
-                    raise
-                self._own[key] = without_stack(unfit)
-            else:
-                if not is_own:
-                    return made
-                self._own[key] = made
-        found = self._own[key]
-        if isinstance(found, BudgetError):
-            # Raising it gives it a traceback.
-            raise copy(found)
-        return found
+                self._made[key] = fastest(option.problem, option.cuts, self._near(option))
+            except BudgetError as error:
+                self._errors.append(without_stack(error))
+        return self._made[key]
 
     def _near(self, option: _Option) -> frozenset[int]:
         """The boundaries for cuts near an option; none if the request fixes the cuts, or there are

@@ -39,9 +39,8 @@ LENDING_SECONDS: Final = 3e-4
 """The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
 and announce the tensor."""
 
-_MOST_TIMELINES, _MOST_EFFECTS, _MOST_LOADS = 256, 1024, 1 << 16
-"""The numbers of cached timelines, up to 1 MB each, effects of stages, some 100 KB each, and loads
-of layers, some 1 KB each."""
+_MOST_TIMELINES, _MOST_EFFECTS = 256, 1024
+"""The numbers of cached timelines, up to 1 MB each, and effects of stages, some 100 KB each."""
 
 
 @dataclass(frozen=True)
@@ -362,15 +361,8 @@ class Footprints:
             swaps: of its tensors.
         """
         key = stage, index, spared, swaps
-        if key not in self._loads:
-            if len(self._loads) >= _MOST_LOADS:
-                self._loads.clear()
-            self._loads[key] = self._made_load(*key)
-        return self._loads[key]
-
-    def _made_load(
-        self, stage: int, index: int, spared: float | None, swaps: tuple[Swap, ...]
-    ) -> LayerLoad:
+        if key in self._loads:
+            return self._loads[key]
         forward = float(self._workload.forward[stage, index])
         backward = float(self._workload.backward[stage, index])
         sizes = self.sizes[index]
@@ -389,7 +381,7 @@ class Footprints:
             if not again:
                 inputs, kept = 0.0, outside
         kept += sum(size for swap, size in named.items() if swap.stays)
-        return LayerLoad(
+        self._loads[key] = LayerLoad(
             index,
             forward,
             backward,
@@ -402,6 +394,7 @@ class Footprints:
                 if size and not swap.stays
             ),
         )
+        return self._loads[key]
 
 
 def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
