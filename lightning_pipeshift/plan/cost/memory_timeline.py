@@ -308,18 +308,20 @@ def moments_of(row: Iterable[Timed], loads: Sequence[LayerLoad]) -> Moments:
         row: the stage's compute actions.
         loads: its layers, in call order.
     """
-    times: dict[Kind, dict[int, tuple[float, float]]] = {kind: {} for kind in Kind}
-    for action, start, end in row:
-        times[action.kind][action.microbatch] = start, end
-    backwards, again = times[Kind.BACKWARD], times[Kind.RECOMPUTE]
-    forwards = {
-        microbatch: span
-        for microbatch, span in times[Kind.FORWARD].items()
-        if microbatch in backwards
-    }
+    begun_forward: dict[int, tuple[float, float]] = {}
+    backwards: dict[int, tuple[float, float]] = {}
+    again: dict[int, float] = {}
+    for action, begin, stop in row:
+        if action.kind is Kind.FORWARD:
+            begun_forward[action.microbatch] = begin, stop
+        elif action.kind is Kind.BACKWARD:
+            backwards[action.microbatch] = begin, stop
+        elif action.kind is Kind.RECOMPUTE:
+            again[action.microbatch] = begin
+    forwards = {n: span for n, span in begun_forward.items() if n in backwards}
     moments = np.array([(*forwards[n], *backwards[n]) for n in forwards], dtype=np.float64)
     start, end, back_start, back_end = moments.reshape(-1, 4).T
-    rerun = np.array([again.get(n, (math.inf,))[0] for n in forwards])
+    rerun = np.array([again.get(n, math.inf) for n in forwards])
     forward_ends = np.array(_ends([load.forward_seconds for load in loads]))
     backward_ends = np.array(_ends([load.backward_seconds for load in reversed(loads)])[::-1])
     length, back_length = end - start, back_end - back_start

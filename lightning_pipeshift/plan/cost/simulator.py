@@ -187,6 +187,8 @@ class _Waves(NamedTuple):
     widest: int
     ends: NDArray[np.intp]
     """The last compute action of each stage."""
+    members: tuple[tuple[NDArray[np.intp], ...], ...]
+    """The compute actions of each stage in their order, and its sends."""
 
 
 class Clock:
@@ -233,7 +235,7 @@ class Clock:
         for step in self._steps:
             rows[step.stage][step.link is not None].append(step.action)
         #: The compute actions of each stage, and its sends.
-        self.rows = tuple(tuple(tuple(row[number]) for row in rows) for number in range(2))
+        self._actions = tuple(tuple(tuple(row[number]) for row in rows) for number in range(2))
 
     @cached_property
     def _waves(self) -> _Waves:
@@ -244,7 +246,9 @@ class Clock:
         by_place, by_boundary = self.route.num_places, self.route.num_places - 1
         first_row = (0, by_place, 2 * by_place, 2 * by_place + by_boundary, 4 * by_place - 2)
         needs, waves, rows = [(0, 0)], [0], [0]
+        members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
         for number, step in enumerate(self._steps, 1):
+            members[step.link is not None][step.stage].append(number)
             before = last.get((step.stage,), 0)
             if step.link is None:
                 need = (before, arrived.get(step.arrival, 0))
@@ -266,6 +270,10 @@ class Clock:
             each=[(wave, one[wave], other[wave]) for wave in slices],
             widest=max((wave.stop - wave.start for wave in slices), default=0),
             ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
+            members=tuple(
+                tuple(place[np.array(numbers, dtype=np.intp)] for numbers in of_stages)
+                for of_stages in members
+            ),
         )
 
     def run(
@@ -303,6 +311,30 @@ class Clock:
                 link_free[link] = arrived[arrival] = end
             instants.append((stage, action, start, end, seconds))
         return instants
+
+    def rows_of(self, costs: Costing) -> tuple[list[TimedRow], list[TimedRow], list[float]]:
+        """The compute actions of each stage, its sends, and the seconds in which it computes.
+
+        Args:
+            costs: the durations of the actions, a number for each stage or boundary.
+        """
+        waves = self._waves
+        seconds = np.zeros(len(waves.rows) + 1)
+        seconds[1:] = np.concatenate([np.asarray(field, np.float64) for field in costs])[waves.rows]
+        ends, starts = seconds.copy(), np.zeros_like(seconds)
+        for wave, one, other in waves.each:
+            starts[wave] = np.maximum(ends[one], ends[other])
+            ends[wave] += starts[wave]
+        computed, sent = (
+            [
+                TimedRow(actions, tuple(starts[steps].tolist()), tuple(ends[steps].tolist()))
+                for actions, steps in zip(*each, strict=True)
+            ]
+            for each in zip(self._actions, waves.members, strict=True)
+        )
+        # Not the spans' differences: the sum of the given costs is exact if they are.
+        busy = [math.fsum(seconds[steps].tolist()) for steps in waves.members[0]]
+        return computed, sent, busy
 
     def step_seconds(self, costs: Costing) -> Any:
         """The time of a step or minibatch under each of many costs, as a vector.
@@ -359,32 +391,15 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
             f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
             " they must agree"
         )
-    # For each stage, of its compute actions and of its sends.
-    starts: list[tuple[list[float], list[float]]] = [([], []) for _ in range(route.num_stages)]
-    ends: list[tuple[list[float], list[float]]] = [([], []) for _ in range(route.num_stages)]
-    # Not the spans' differences: the sum of the given costs is exact if they are.
-    busy = [0.0] * route.num_stages
-    for stage, action, start, end, seconds in timed.run(columns(costs), max):
-        is_compute = action.kind.is_compute
-        starts[stage][not is_compute].append(start)
-        ends[stage][not is_compute].append(end)
-        if is_compute:
-            busy[stage] += seconds
-    computed, sent = (
-        tuple(
-            TimedRow(actions, tuple(begun[number]), tuple(ended[number]))
-            for actions, begun, ended in zip(timed.rows[number], starts, ends, strict=True)
-        )
-        for number in range(2)
-    )
+    computed, sent, busy = timed.rows_of(columns(costs))
     step_seconds = end_seconds = max(row.ends[-1] if row else 0.0 for row in computed)
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
         num_minibatches = sum(action.kind is Kind.FORWARD for action in computed[0].actions)
         busy = [seconds / num_minibatches for seconds in busy]
     return Timeline(
-        computed=computed,
-        sent=sent,
+        computed=tuple(computed),
+        sent=tuple(sent),
         end_seconds=end_seconds,
         step_seconds=step_seconds,
         # Rounding can make the idle time of a fully busy stage slightly negative.

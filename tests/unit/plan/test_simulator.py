@@ -222,3 +222,22 @@ def test_many_costs_of_chunks_at_once_are_each_by_itself():
 def test_costs_are_of_all_chunks():
     with pytest.raises(ScheduleError, match="2 stages with 2 chunks each and costs of 2; they mus"):
         simulate(INTERLEAVED, costs([1, 1], [1, 1]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_timeline_has_the_times_of_a_run_action_by_action(seed):
+    draw = np.random.default_rng(seed)
+    num_stages = int(draw.integers(1, 6))
+    schedule = ("gpipe", "1f1b", "eager_1f1b", "async")[seed % 4]
+    timed = clock(schedule, num_stages, int(draw.integers(1, 9)))
+    sizes = (num_stages, num_stages, num_stages - 1, num_stages - 1)
+    given = Costs(*(tuple(draw.random(size).tolist()) for size in sizes))
+    found = simulate(timed, given)
+    by_action = timed.run(columns(given), max)
+    for is_compute, rows in ((True, found.computed), (False, found.sent)):
+        for stage, row in enumerate(rows):
+            assert list(row) == [
+                (action, start, end)
+                for there, action, start, end, _ in by_action
+                if there == stage and action.kind.is_compute == is_compute
+            ]
