@@ -122,8 +122,7 @@ class Evaluator:
             microbatches: the number of slices of the batch.
         """
         devices = [links.devices[rank] for rank in ranks]
-        # A batch of fewer samples is split into as many slices as it has samples.
-        slices = max(1, min(microbatches, int(samples)))
+        slices = _num_slices(samples, microbatches)
         key = (
             tuple((device.kind, device.speed, device.usable_bytes) for device in devices),
             tuple(links.link(one, other) for one, other in pairwise(ranks)),
@@ -246,7 +245,6 @@ class Evaluator:
         """
         profile, request = self.profile, self.request
         size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
-        num_slices = max(1, min(placed.microbatches, int(size)))
 
         def workload(order: Order) -> Workload:
             return self.workload(placed.links, order, size, placed.microbatches)
@@ -268,7 +266,7 @@ class Evaluator:
                 placed.ranks[vm],
                 alike,
                 of,
-                size / num_slices / profile.samples,
+                size / _num_slices(size, placed.microbatches) / profile.samples,
                 request.recompute,
                 request.effort,
             )
@@ -381,6 +379,11 @@ class Evaluator:
 
     def _pipelines(self, placed: Candidate, cuts: Cuts) -> Pipelines:
         return Pipelines(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+
+
+def _num_slices(samples: float, microbatches: int) -> int:
+    """A batch of fewer samples than microbatches is split into as many slices as it has samples."""
+    return max(1, min(microbatches, int(samples)))
 
 
 def _per_second(samples: float, seconds: float) -> float:

@@ -38,6 +38,7 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     distinct_orders,
     interchangeable,
     num_orders,
+    pattern,
     ranked_orders,
 )
 from lightning_pipeshift.plan.cost.pace import Objective
@@ -388,7 +389,7 @@ class GroupingSearch:
         for vm, (ranks, workload) in enumerate(zip(placed.ranks, placed.workloads, strict=True)):
             # Equal virtual machines are ordered equally: otherwise rings would be slower.
             alike = [self._alike[rank] for rank in ranks]
-            key = workload, tuple(map(alike.index, alike))
+            key = workload, pattern(alike)
             if key not in known:
                 begin = [each[vm] for each in starts] + self._sorted(ranks)[:2]
                 found = self._placer.best_orders(placed, vm, begin, alike)

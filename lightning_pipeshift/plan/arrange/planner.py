@@ -27,6 +27,7 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     distinct_orders,
     interchangeable,
     num_orders,
+    pattern,
 )
 from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -262,7 +263,7 @@ class _Planner:
             # Equal virtual machines are solved once and ordered equally: otherwise rings would be
             # slower.
             problem = self._problem(placed, vm, ranks)
-            key = *_key(problem), _pattern([self._alike[rank] for rank in ranks])
+            key = *_key(problem), pattern([self._alike[rank] for rank in ranks])
             if key not in known:
                 options = self._options(placer, start, placed, vm, reorders)
                 made = self._best_order(options, start, vm, limit)
@@ -286,9 +287,12 @@ class _Planner:
             is_own = option.order == start.ranks[vm]
             reordered = 1.0 if is_own else self._request.effort.worth_changing
             # Swaps can only make a step longer.
-            if reordered * option.seconds >= min(least, limit) or self._most_compressed <= 0:
+            if reordered * option.seconds >= min(least, limit):
                 continue
-            self._most_compressed -= not is_own
+            if not is_own:
+                if self._most_compressed <= 0:
+                    break
+                self._most_compressed -= 1
             made = self._compressed(option)
             if made is not None and reordered * made.seconds < least:
                 least, best = reordered * made.seconds, (option.order, made)
@@ -409,14 +413,6 @@ class _Planner:
 def _key(problem: Problem) -> tuple[Any, ...]:
     """Equal for equal problems of one model."""
     return problem.workload, problem.links.key, problem.limits
-
-
-def _pattern(classes: Sequence[Any]) -> tuple[int, ...]:
-    """Which elements are equal, without what they are: their numbers in the order in which they
-    first occur.
-    """
-    numbers: dict[Any, int] = {}
-    return tuple(numbers.setdefault(each, len(numbers)) for each in classes)
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:

@@ -188,6 +188,16 @@ def _worth(device: Device) -> tuple[str, float, float]:
     return device.kind, device.speed, device.usable_bytes
 
 
+def pattern(alike: Sequence[int]) -> tuple[int, ...]:
+    """Which ranks are interchangeable, without what they are: for each, the place of the first one
+    that is interchangeable with it.
+
+    Args:
+        alike: for each rank of a virtual machine, see :func:`interchangeable`.
+    """
+    return tuple(map(alike.index, alike))
+
+
 def num_orders(alike: Sequence[int]) -> int:
     """The number of orders that differ by more than interchangeable ranks.
 

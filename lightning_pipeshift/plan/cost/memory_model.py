@@ -351,7 +351,7 @@ class Footprints:
     def _load(
         self, stage: int, index: int, spared: float | None, swaps: tuple[Swap, ...]
     ) -> LayerLoad:
-        """What a layer holds; cached.
+        """Returns the memory and the seconds of a layer; cached.
 
         Args:
             stage: its owner.

@@ -187,8 +187,8 @@ class _Waves(NamedTuple):
     widest: int
     ends: NDArray[np.intp]
     """The last compute action of each stage."""
-    members: tuple[tuple[NDArray[np.intp], ...], ...]
-    """The compute actions of each stage in their order, and its sends."""
+    members: list[list[tuple[tuple[Action, ...], NDArray[np.intp]]]]
+    """The compute actions of each stage in their order, and its sends; with their steps."""
 
 
 class Clock:
@@ -231,11 +231,6 @@ class Clock:
                     _Step(stage, action, number, _COLUMN[action.kind], boundary, link)
                 )
         self._num_arrivals = len(arrivals)
-        rows: list[tuple[list[Action], list[Action]]] = [([], []) for _ in schedule]
-        for step in self._steps:
-            rows[step.stage][step.link is not None].append(step.action)
-        #: The compute actions of each stage, and its sends.
-        self._actions = tuple(tuple(tuple(row[number]) for row in rows) for number in range(2))
 
     @cached_property
     def _waves(self) -> _Waves:
@@ -270,10 +265,16 @@ class Clock:
             each=[(wave, one[wave], other[wave]) for wave in slices],
             widest=max((wave.stop - wave.start for wave in slices), default=0),
             ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
-            members=tuple(
-                tuple(place[np.array(numbers, dtype=np.intp)] for numbers in of_stages)
+            members=[
+                [
+                    (
+                        tuple(self._steps[number - 1].action for number in numbers),
+                        place[np.array(numbers, dtype=np.intp)],
+                    )
+                    for numbers in of_stages
+                ]
                 for of_stages in members
-            ),
+            ],
         )
 
     def run(
@@ -328,12 +329,12 @@ class Clock:
         computed, sent = (
             [
                 TimedRow(actions, tuple(starts[steps].tolist()), tuple(ends[steps].tolist()))
-                for actions, steps in zip(*each, strict=True)
+                for actions, steps in of_stages
             ]
-            for each in zip(self._actions, waves.members, strict=True)
+            for of_stages in waves.members
         )
         # Not the spans' differences: the sum of the given costs is exact if they are.
-        busy = [math.fsum(seconds[steps].tolist()) for steps in waves.members[0]]
+        busy = [math.fsum(seconds[steps].tolist()) for _, steps in waves.members[0]]
         return computed, sent, busy
 
     def step_seconds(self, costs: Costing) -> Any:

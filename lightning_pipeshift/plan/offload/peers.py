@@ -125,8 +125,8 @@ def _best(
                         loans[lenders] = _Loan.of(stage, needs[stage], lenders, links)
                     longer.append((mapping.score_with(loans[lenders]), mapping, loans[lenders]))
         # As a sort: of equally good ones the first.
-        longest = nsmallest(effort.mappings, longer, key=lambda each: each[0])
-        best = [mapping.plus(stage, loan) for _, mapping, loan in longest]
+        kept = nsmallest(effort.mappings, longer, key=lambda each: each[0])
+        best = [mapping.plus(stage, loan) for _, mapping, loan in kept]
     return best
 
 
