@@ -10,7 +10,7 @@ again. Losses and weights are the same, to the last bit.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy
+
+Recompute = Literal["auto", "none"]
 
 
 class Wide(L.LightningModule):
@@ -39,10 +41,10 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(budget: str | None) -> tuple[dict[str, float], Tensor]:
+def train(budget: str | None, recompute: Recompute) -> tuple[dict[str, float], Tensor]:
     """Trains with a budget or without, and returns the memory's figures and a weight."""
     L.seed_everything(1, verbose=False)
-    strategy = PipeShiftStrategy(microbatches=8, partition="uniform")
+    strategy = PipeShiftStrategy(microbatches=8, partition="uniform", recompute=recompute)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -60,14 +62,15 @@ def train(budget: str | None) -> tuple[dict[str, float], Tensor]:
     return strategy.memory_figures, model.get_parameter("layers.0.0.weight").detach().clone()
 
 
-def main(budget: str = "5MB") -> None:
+def main(budget: str = "5MB", recompute: Recompute = "auto") -> None:
     """Train twice, and compare.
 
     Args:
         budget: what each device may hold.
+        recompute: whether layers may run again where that is faster than to move tensors.
     """
-    _, expected = train(None)
-    figures, found = train(budget)
+    _, expected = train(None, recompute)
+    figures, found = train(budget, recompute)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"peak of saved tensors   {figures['peak_bytes'] / 1e6:.1f} MB")
         print(f"they may take           {figures['budget_bytes'] / 1e6:.1f} MB")

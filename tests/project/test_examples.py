@@ -206,7 +206,8 @@ def test_the_asynchronous_example_trains_with_both_schedules() -> None:
 
 
 def test_the_budget_of_the_memory_example_is_kept() -> None:
-    said = first_rank(2, "memory.py")
+    # Otherwise the measured times decide whether tensors are moved or computed again.
+    said = first_rank(2, "memory.py", "--recompute", "none")
     peak, budget, moved = numbers(r"([\d.]+) MB", said)
     assert peak <= budget
     assert moved > 0

@@ -11,7 +11,7 @@ free.)
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.simulator import Timed
-from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.plan.cost.simulator import TimedRow
 
 Numbers = NDArray[np.float64]
 
@@ -301,27 +300,17 @@ class _Sum:
         return np.concatenate(moments), np.concatenate(sizes)
 
 
-def moments_of(row: Iterable[Timed], loads: Sequence[LayerLoad]) -> Moments:
+def moments_of(row: TimedRow, loads: Sequence[LayerLoad]) -> Moments:
     """The times at which each layer's saved tensors are allocated and freed.
 
     Args:
         row: the stage's compute actions.
         loads: its layers, in call order.
     """
-    begun_forward: dict[int, tuple[float, float]] = {}
-    backwards: dict[int, tuple[float, float]] = {}
-    again: dict[int, float] = {}
-    for action, begin, stop in row:
-        if action.kind is Kind.FORWARD:
-            begun_forward[action.microbatch] = begin, stop
-        elif action.kind is Kind.BACKWARD:
-            backwards[action.microbatch] = begin, stop
-        elif action.kind is Kind.RECOMPUTE:
-            again[action.microbatch] = begin
-    forwards = {n: span for n, span in begun_forward.items() if n in backwards}
-    moments = np.array([(*forwards[n], *backwards[n]) for n in forwards], dtype=np.float64)
-    start, end, back_start, back_end = moments.reshape(-1, 4).T
-    rerun = np.array([again.get(n, math.inf) for n in forwards])
+    forwards, backwards, again = row.actions.held
+    start, end = row.starts[forwards], row.ends[forwards]
+    back_start, back_end = row.starts[backwards], row.ends[backwards]
+    rerun = np.where(again < 0, math.inf, row.starts[again])
     forward_ends = np.array(_ends([load.forward_seconds for load in loads]))
     backward_ends = np.array(_ends([load.backward_seconds for load in reversed(loads)])[::-1])
     length, back_length = end - start, back_end - back_start

@@ -12,7 +12,7 @@ actions once, and then adds numbers, or vectors with one entry for each of many 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -90,31 +90,49 @@ class Span(NamedTuple):
     end: float
 
 
-Timed = tuple[Action, float, float]
-"""The fields of a :class:`Span`: a planner looks at too many to make an object of each."""
+class Actions(tuple[Action, ...]):
+    """Some of a stage's actions, in order."""
+
+    @cached_property
+    def held(self) -> NDArray[np.intp]:
+        """(3, N): of each microbatch that has a backward, in the order of the forwards, the places
+        of its forward, its backward and its recomputation; the latter is -1 if there is none.
+        """
+        of: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
+        for place, action in enumerate(self):
+            of[action.kind][action.microbatch] = place
+        backwards, again = of[Kind.BACKWARD], of[Kind.RECOMPUTE]
+        places = [
+            (place, backwards[number], again.get(number, -1))
+            for number, place in of[Kind.FORWARD].items()
+            if number in backwards
+        ]
+        held: NDArray[np.intp] = np.array(places, dtype=np.intp).reshape(-1, 3).T
+        return held
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TimedRow:
-    """Actions of a stage, in order, and when each of them starts and ends, in seconds since the
-    step began.
+    """Actions of a stage, and when each of them starts and ends, in seconds since the step began.
 
-    A planner holds many: the actions are those of the schedule, for all of them, and tuples of
-    numbers cost the garbage collector nothing.
+    A planner holds many: the actions are those of the schedule, for all of them, and arrays cost
+    the garbage collector nothing.
     """
 
-    actions: tuple[Action, ...]
-    starts: tuple[float, ...]
-    ends: tuple[float, ...]
+    actions: Actions
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.actions)
 
-    def __iter__(self) -> Iterator[Timed]:
-        return zip(self.actions, self.starts, self.ends, strict=True)
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The actions, as objects."""
+        return tuple(map(Span, self.actions, self.starts.tolist(), self.ends.tolist()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """The times of a step's actions, or of an asynchronous pipeline from filling to draining. All
     tuples are per stage.
@@ -138,12 +156,12 @@ class Timeline:
     @cached_property
     def rows(self) -> tuple[tuple[Span, ...], ...]:
         """The compute actions."""
-        return tuple(tuple(Span(*timed) for timed in row) for row in self.computed)
+        return tuple(row.spans for row in self.computed)
 
     @cached_property
     def transfers(self) -> tuple[tuple[Span, ...], ...]:
         """The sends."""
-        return tuple(tuple(Span(*timed) for timed in row) for row in self.sent)
+        return tuple(row.spans for row in self.sent)
 
     @property
     def is_one_step(self) -> bool:
@@ -187,7 +205,7 @@ class _Waves(NamedTuple):
     widest: int
     ends: NDArray[np.intp]
     """The last compute action of each stage."""
-    members: list[list[tuple[tuple[Action, ...], NDArray[np.intp]]]]
+    members: list[list[tuple[Actions, NDArray[np.intp]]]]
     """The compute actions of each stage in their order, and its sends; with their steps."""
 
 
@@ -268,7 +286,7 @@ class Clock:
             members=[
                 [
                     (
-                        tuple(self._steps[number - 1].action for number in numbers),
+                        Actions(self._steps[number - 1].action for number in numbers),
                         place[np.array(numbers, dtype=np.intp)],
                     )
                     for numbers in of_stages
@@ -327,10 +345,7 @@ class Clock:
             starts[wave] = np.maximum(ends[one], ends[other])
             ends[wave] += starts[wave]
         computed, sent = (
-            [
-                TimedRow(actions, tuple(starts[steps].tolist()), tuple(ends[steps].tolist()))
-                for actions, steps in of_stages
-            ]
+            [TimedRow(actions, starts[steps], ends[steps]) for actions, steps in of_stages]
             for of_stages in waves.members
         )
         # Not the spans' differences: the sum of the given costs is exact if they are.
@@ -393,7 +408,7 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
             " they must agree"
         )
     computed, sent, busy = timed.rows_of(columns(costs))
-    step_seconds = end_seconds = max(row.ends[-1] if row else 0.0 for row in computed)
+    step_seconds = end_seconds = max(float(row.ends[-1]) if row else 0.0 for row in computed)
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
         num_minibatches = sum(action.kind is Kind.FORWARD for action in computed[0].actions)

@@ -188,10 +188,8 @@ class Action:
         """
         pair = self.kind.properties.pair
         assert pair is not None, f"{self} is no send or receive"
-        there = route.neighbour(Place(stage, self.chunk), self.kind.properties.neighbour)
-        if there is None or there.stage == stage:
-            return None
-        return there.stage, Action(pair, self.microbatch, there.chunk)
+        there = self._other_end(self.kind, stage, route)
+        return there and (there.stage, Action(pair, self.microbatch, there.chunk))
 
     def receive_needed(self, stage: int, route: Route) -> Action | None:
         """The receive that this action waits for on ``stage``, if any."""
@@ -202,10 +200,16 @@ class Action:
         return self._communication(self.kind.properties.causes, stage, route)
 
     def _communication(self, kind: Kind | None, stage: int, route: Route) -> Action | None:
-        if kind is None:
+        if kind is None or self._other_end(kind, stage, route) is None:
             return None
-        action = Action(kind, self.microbatch, self.chunk)
-        return action if action.counterpart(stage, route) is not None else None
+        return Action(kind, self.microbatch, self.chunk)
+
+    def _other_end(self, kind: Kind, stage: int, route: Route) -> Place | None:
+        """The other end of a send or receive of this action's chunk; ``None`` if that is no other
+        stage.
+        """
+        there = route.neighbour(Place(stage, self.chunk), kind.properties.neighbour)
+        return None if there is None or there.stage == stage else there
 
 
 Row = tuple[Action, ...]

@@ -7,6 +7,7 @@ the stage before or behind.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -17,7 +18,7 @@ class Place(NamedTuple):
     chunk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """Through all stages, once for each chunk (Narayanan et al., Efficient Large-Scale Language
     Model Training on GPU Clusters Using Megatron-LM, SC 2021, section 2.2)::
@@ -34,6 +35,15 @@ class Route:
     def num_places(self) -> int:
         return self.num_stages * self.num_chunks
 
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All places, in order."""
+        return tuple(
+            Place(stage, chunk)
+            for chunk in range(self.num_chunks)
+            for stage in range(self.num_stages)
+        )
+
     def index(self, place: Place) -> int:
         """The number of places before this one."""
         return place.chunk * self.num_stages + place.stage
@@ -41,7 +51,4 @@ class Route:
     def neighbour(self, place: Place, steps: int) -> Place | None:
         """The place so many steps further, or before it if negative; ``None`` beyond the ends."""
         index = self.index(place) + steps
-        if not 0 <= index < self.num_places:
-            return None
-        chunk, stage = divmod(index, self.num_stages)
-        return Place(stage, chunk)
+        return self.places[index] if 0 <= index < self.num_places else None

@@ -24,7 +24,14 @@ from lightning_pipeshift.plan.cost.memory_timeline import (
     moments_of,
     traces,
 )
-from lightning_pipeshift.plan.cost.simulator import Costs, Span, clock, simulate
+from lightning_pipeshift.plan.cost.simulator import (
+    Actions,
+    Costs,
+    Span,
+    TimedRow,
+    clock,
+    simulate,
+)
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 
 Row = tuple[Span, ...]
@@ -56,7 +63,9 @@ def changes(trace: StageTrace) -> list[tuple[float, float]]:
 
 
 def effects_of(stage: int, row: Row, loads: Sequence[LayerLoad], links: Links) -> Effects:
-    return effects(stage, moments_of(row, loads), loads, links)
+    actions = Actions(span.action for span in row)
+    starts, ends = (np.array([span[place] for span in row]) for place in (1, 2))
+    return effects(stage, moments_of(TimedRow(actions, starts, ends), loads), loads, links)
 
 
 def alone(row: Row, loads: Sequence[LayerLoad], links: Links | None = None) -> StageTrace:

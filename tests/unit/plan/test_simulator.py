@@ -141,7 +141,10 @@ def test_the_slowest_stage_sets_the_pace():
 
 def test_with_or_without_communication():
     schedule, price = one_forward_one_backward(3, 5), costs([1, 2, 3], [4, 5, 6], 0.5, 0.25)
-    assert simulate(schedule, price) == simulate(with_communication(schedule), price)
+    one, other = simulate(schedule, price), simulate(with_communication(schedule), price)
+    assert one.rows == other.rows
+    assert one.transfers == other.transfers
+    assert one.step_seconds == other.step_seconds
 
 
 def test_wrong_schedules():
@@ -236,7 +239,7 @@ def test_a_timeline_has_the_times_of_a_run_action_by_action(seed):
     by_action = timed.run(columns(given), max)
     for is_compute, rows in ((True, found.computed), (False, found.sent)):
         for stage, row in enumerate(rows):
-            assert list(row) == [
+            assert list(row.spans) == [
                 (action, start, end)
                 for there, action, start, end, _ in by_action
                 if there == stage and action.kind.is_compute == is_compute
