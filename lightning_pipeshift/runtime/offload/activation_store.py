@@ -318,13 +318,17 @@ class ActivationStore(ActionListener):
         """
         begun = time.monotonic()
         while num_bytes > 0:
+            waited = time.monotonic() - begun
+            # A backward that waits for its gradient may wait for the very stage that asks.
+            is_urgent = waited > self._longest_seconds
+            lend = partial(self._lend, num_bytes)
             try:
-                self._take_room(num_bytes, "another stage", None, partial(self._lend, num_bytes))
+                self._take_room(num_bytes, "another stage", None, lend, is_urgent)
                 return
             except BudgetError:
                 # This stage's own backward may be about to end.
                 patience = max(_PATIENCE_SECONDS, _PATIENCE_ACTIONS * self._longest_seconds)
-                if time.monotonic() > begun + patience:
+                if waited > patience:
                     raise
                 time.sleep(_PAUSE_SECONDS)
         with self.lock:
@@ -370,7 +374,12 @@ class ActivationStore(ActionListener):
         self._promised_bytes = num_bytes
 
     def _take_room(
-        self, num_bytes: int, who: str, layer: int | None, take: Callable[[], None]
+        self,
+        num_bytes: int,
+        who: str,
+        layer: int | None,
+        take: Callable[[], None],
+        is_urgent: bool = False,
     ) -> None:
         """Takes ``num_bytes`` more of the budget as soon as they fit.
 
@@ -380,6 +389,7 @@ class ActivationStore(ActionListener):
             layer: the layer that needs them, if it is a layer.
             take: counts them. Called while the lock is held, so that no other thread takes the same
                 memory.
+            is_urgent: whether a backward that has not begun gives way, too.
 
         Raises:
             BudgetError: they can never fit.
@@ -400,7 +410,7 @@ class ActivationStore(ActionListener):
                     if lacking <= 0:
                         raise self._error(num_bytes, lacking + spent, who)
                     begun = begun or time.perf_counter()
-                    if not self._first_leaving() and not self._evict(lacking, layer):
+                    if not self._first_leaving() and not self._evict(lacking, layer, is_urgent):
                         coming = next((b for b in self._coming if b.state is _Is.COMING), None)
                         if coming is None and self._dropped:
                             continue
@@ -561,19 +571,22 @@ class ActivationStore(ActionListener):
             block.offloaded.forget()
             block.offloaded, block.state = None, _Is.HERE
 
-    def _evict(self, lacking: int, layer: int | None) -> bool:
+    def _evict(self, lacking: int, layer: int | None, is_urgent: bool) -> bool:
         """Starts to evict blocks that the plan keeps here, or that were prefetched early; blocks
-        that are needed last are evicted first.
+        that are needed last are evicted first. For the arguments see :meth:`_take_room`.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
         here = [b for blocks in self._blocks.values() for b in blocks if b.state is _Is.HERE]
         current = self._row[self._position] if self._position < len(self._row) else None
+        # A backward that still waits for its gradient has used none of its blocks.
+        is_waiting = self._in_backward is not None and self._lowest_layer == math.inf
         freed = 0
         for block in sorted(here, key=lambda block: block.need, reverse=True):
             # The running action uses the blocks of its layer, and of the one before.
             is_in_use = (
                 current is not None
                 and current.kind in (Kind.BACKWARD, Kind.RECOMPUTE)
+                and not (is_waiting and is_urgent)
                 and block.microbatch == current.microbatch
                 and (layer is None or block.layer >= layer)
             )

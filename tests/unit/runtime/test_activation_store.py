@@ -1186,6 +1186,30 @@ def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert store.held_bytes == 0
 
 
+def test_a_backward_that_waits_for_its_gradient_makes_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They may be what it waits for: the next stage, whose forward has to offload a tensor here."""
+    monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.05)
+    host = LocalTarget([BufferPool(CPU, NO_LIMIT)], Copies())
+    store = ActivationStore(StagePolicy(4000.0, spare=host))
+    values = torch.rand(1000)
+    store.begin_step(parse_row("F0 F1 B0 B1"))
+    store.begin_action(0, Action(Kind.FORWARD, 0))
+    saved = SavedTable(0, store).save(values.clone(), 0, 0, frozenset())
+    store.after_layer(0)
+    store.end_action(Action(Kind.FORWARD, 0))
+    store.begin_action(2, Action(Kind.BACKWARD, 0))
+    store.lend(1000)
+    assert store.held_bytes == 1000
+    store.lend(-1000)
+    # From here on it uses the block.
+    assert torch.equal(saved.get(), values)
+    with pytest.raises(BudgetError, match="another stage would exceed it"):
+        store.lend(1000)
+    assert store.held_bytes == 4000
+
+
 def test_what_is_sent_on_counts_and_is_named_where_there_is_no_room() -> None:
     case = Case(layers_of("PPPP"), ROWS["gpipe"])
     store = case.store(100_000, {})
