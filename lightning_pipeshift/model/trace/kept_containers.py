@@ -1,31 +1,34 @@
-"""Lists, dicts, sets and queues of the LightningModule that a step reads early and changes late.
+"""Lists, dicts, sets, queues and other objects (a meter, say) of the LightningModule that a step
+reads early and changes late.
 
 With several microbatches in flight, an earlier stage has begun the next microbatch before a later
 stage changes the container. For numbers, stages compute the change as well (``conditions.py``);
-what goes into a container (a loss, a prediction) only the later stage has.
+what goes into a container (a loss, a prediction) only the later stage has. Of an object its
+attributes are compared, and what is in those that are containers.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeshift.compat.lightning_names import CONTAINERS
+from lightning_pipeshift.compat.lightning_names import CONTAINERS, TRAINER
 
 _KINDS: Final = (list, dict, set, deque)
-_NOT_OF_USERS: Final = CONTAINERS | set(vars(nn.Module()))
+_NOT_OF_USERS: Final = CONTAINERS | {TRAINER, *vars(nn.Module())}
+_PLAIN: Final = (int, float, complex, str, bytes, bool, type(None))
 # Larger ones are not compared: a list of all files, say.
 _MOST_ENTRIES: Final = 10_000
 
 
 class KeptContainers:
-    """Takes notes of when a step reads and changes the containers that are attributes of the
-    LightningModule. An interval is the code between two calls of layers.
+    """Takes notes of when a step reads and changes the containers and objects that are attributes
+    of the LightningModule. An interval is the code between two calls of layers.
 
     Args:
         root: the LightningModule.
@@ -37,7 +40,7 @@ class KeptContainers:
         self._contents = {
             name: _contents(value)
             for name, value in own.items()
-            if isinstance(value, _KINDS) and name not in _NOT_OF_USERS
+            if (isinstance(value, _KINDS) or _is_object(value)) and name not in _NOT_OF_USERS
         }
         self._reads: dict[str, int] = {}
         """By an attribute's name, the first interval that reads it."""
@@ -88,15 +91,34 @@ class KeptContainers:
         )
 
 
+def _is_object(value: Any) -> bool:
+    """Whether it is an object whose attributes user code may change."""
+    # Layers and metrics have states of their own, which stages know.
+    known = (nn.Module, Tensor, type, ModuleType)
+    return hasattr(value, "__dict__") and not isinstance(value, known)
+
+
 def _contents(value: Any) -> list[Any]:
-    """The container and its entries, which are compared by identity."""
-    if not isinstance(value, _KINDS):
-        return [value]
-    if len(value) > _MOST_ENTRIES:
+    """The container and its entries, or the object and what its attributes are and have in them."""
+    if _is_object(value) and not isinstance(value, _KINDS):
+        own = list(vars(value).items())
+        return [value, *(entry for name, kept in own for entry in (name, *_contents_of(kept)))]
+    return _contents_of(value)
+
+
+def _contents_of(value: Any) -> list[Any]:
+    if not isinstance(value, _KINDS) or len(value) > _MOST_ENTRIES:
         return [value]
     entries = [x for pair in value.items() for x in pair] if isinstance(value, dict) else value
     return [value, *entries]
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
+    return len(one) == len(other) and all(map(_is_equal, one, other))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    # A number may be computed again.
+    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)

@@ -12,6 +12,20 @@ import pytest
 from lightning_pipeshift.model.trace.kept_containers import KeptContainers
 
 
+class Meter:
+    """A running mean."""
+
+    def __init__(self) -> None:
+        self.sum, self.count, self.seen = 0.0, 0, list[Any]()
+
+    @property
+    def average(self) -> float:
+        return self.sum / max(1, self.count)
+
+    def update(self, value: float) -> None:
+        self.sum, self.count = self.sum + value, self.count + 1
+
+
 class Module(L.LightningModule):
     """With containers of each kind."""
 
@@ -22,6 +36,7 @@ class Module(L.LightningModule):
         self.names = {"one"}
         self.queue: deque[int] = deque(maxlen=2)
         self.files = list(range(20_000))
+        self.meter = Meter()
 
     def last(self) -> Any:
         return self.history[-1]
@@ -53,6 +68,10 @@ def nothing(_: Module) -> None:
         (lambda m: m.counts.get("a"), lambda m: m.counts.update(b=1), "counts"),
         (lambda m: "two" in m.names, lambda m: m.names.add("two"), "names"),
         (lambda m: sum(m.queue), lambda m: m.queue.append(1), "queue"),
+        (lambda m: m.meter.average, lambda m: m.meter.update(0.5), "meter"),
+        (lambda m: m.meter.seen, lambda m: m.meter.seen.append(1), "meter"),
+        (lambda m: m.meter, lambda m: setattr(m.meter, "new", 1), "meter"),
+        (lambda m: m.meter, lambda m: setattr(m, "meter", None), "meter"),
     ],
 )
 def test_containers_that_are_read_before_they_change(
@@ -67,6 +86,24 @@ def test_containers_that_are_read_before_they_change(
 
 def test_large_containers_are_not_compared() -> None:
     assert stale(lambda m: m.files[0], lambda m: m.files.append(1)) == frozenset()
+
+
+def test_an_object_that_computes_the_same_again_has_not_changed() -> None:
+    def again(module: Module) -> None:
+        module.meter.sum = module.meter.sum * 1.0 + 0.0
+
+    assert stale(lambda m: m.meter.average, again) == frozenset()
+
+
+def test_the_trainer_is_no_object_of_users() -> None:
+    module = Module()
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    containers = KeptContainers(module)
+    with containers.watched():
+        _ = module.trainer.global_step
+        containers.end_interval()
+        module.trainer.new = 1  # type: ignore[attr-defined]
+    assert containers.stale == frozenset()
 
 
 class ReadsItself(Module):
