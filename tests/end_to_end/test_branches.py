@@ -312,8 +312,39 @@ class KeepsItsLosses(Model):
         return loss
 
 
+class Meter:
+    """A running mean."""
+
+    def __init__(self) -> None:
+        self.total, self.count, self.largest = 0.0, 0, list[float]()
+
+    @property
+    def average(self) -> float:
+        return self.total / max(1, self.count)
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+        self.largest = sorted([*self.largest, value])[-3:]
+
+
+class ScalesByItsMeter(Model):
+    """The object of another class changes on the last stage, and is used on the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x * (1 + self.meter.average + sum(self.meter.largest))
+        loss = self.loss((x, y))
+        self.meter.update(loss.item())
+        return loss
+
+
 OTHERS: dict[str, type[Model]] = {
-    model.__name__: model for model in (CountsByTheIndex, ScalesByItsLosses, KeepsItsLosses)
+    model.__name__: model
+    for model in (CountsByTheIndex, ScalesByItsLosses, KeepsItsLosses, ScalesByItsMeter)
 }
 
 
@@ -327,11 +358,21 @@ def test_what_no_stage_can_know_in_time_is_an_error(how: dict[str, Any]) -> None
         assert torch.equal(value, together[key]), key
 
 
-def warned(how: dict[str, Any]) -> list[str]:
+def test_an_object_that_the_last_stage_changes_is_the_same_on_all_stages() -> None:
+    """Other stages kept it as it was, and computed with that."""
+    names, how = ["ScalesByItsMeter"], {"microbatches": 1}
+    ((alone, _),) = run_ranks(all_trained, 1, 1, names, how)[0]
+    for num_stages in (2, 3):
+        for ((values, _),) in run_ranks(all_trained, num_stages, num_stages, names, how):
+            for key, value in alone.items():
+                assert torch.equal(value, values[key]), (num_stages, key)
+
+
+def warned(name: str, how: dict[str, Any]) -> list[str]:
     """The warnings of this rank about what a step reads in front of a layer."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        trained("KeepsItsLosses", how)
+        trained(name, how)
     texts = [str(warning.message) for warning in found]
     return [text for text in texts if "in front of a layer" in text]
 
@@ -344,10 +385,15 @@ def warned(how: dict[str, Any]) -> list[str]:
         ({"microbatches": 1, "schedule": "async"}, 1),
     ],
 )
-def test_what_a_list_may_lack_is_said_once(how: dict[str, Any], count: int) -> None:
-    first, last = run_ranks(warned, 2, how)
+@pytest.mark.parametrize(
+    ("name", "kept"), [("KeepsItsLosses", "losses"), ("ScalesByItsMeter", "meter")]
+)
+def test_what_a_list_or_an_object_may_lack_is_said_once(
+    name: str, kept: str, how: dict[str, Any], count: int
+) -> None:
+    first, last = run_ranks(warned, 2, name, how)
     assert (len(first), len(last)) == (0, count)
-    assert all("reads `self.losses`" in text for text in last)
+    assert all(f"reads `self.{kept}`" in text for text in last)
 
 
 class BranchesOnItsRank(Model):

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipeshift.compat.lightning_names import CONTAINERS, TRAINER
+from lightning_pipeshift.compat.lightning_names import CONTAINERS
+from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 _KINDS: Final = (list, dict, set, deque)
-_NOT_OF_USERS: Final = CONTAINERS | {TRAINER, *vars(nn.Module())}
+_NOT_OF_USERS: Final = CONTAINERS | set(vars(nn.Module()))
 _PLAIN: Final = (int, float, complex, str, bytes, bool, type(None))
 # Larger ones are not compared: a list of all files, say.
 _MOST_ENTRIES: Final = 10_000
@@ -40,7 +40,7 @@ class KeptContainers:
         self._contents = {
             name: _contents(value)
             for name, value in own.items()
-            if (isinstance(value, _KINDS) or _is_object(value)) and name not in _NOT_OF_USERS
+            if (isinstance(value, _KINDS) or is_user_object(value)) and name not in _NOT_OF_USERS
         }
         self._reads: dict[str, int] = {}
         """By an attribute's name, the first interval that reads it."""
@@ -91,16 +91,9 @@ class KeptContainers:
         )
 
 
-def _is_object(value: Any) -> bool:
-    """Whether it is an object whose attributes user code may change."""
-    # Layers and metrics have states of their own, which stages know.
-    known = (nn.Module, Tensor, type, ModuleType)
-    return hasattr(value, "__dict__") and not isinstance(value, known)
-
-
 def _contents(value: Any) -> list[Any]:
     """The container and its entries, or the object and what its attributes are and have in them."""
-    if _is_object(value) and not isinstance(value, _KINDS):
+    if is_user_object(value) and not isinstance(value, _KINDS):
         own = list(vars(value).items())
         return [value, *(entry for name, kept in own for entry in (name, *_contents_of(kept)))]
     return _contents_of(value)

@@ -1,9 +1,9 @@
 """Keeps the state that user code stores on the LightningModule the same on every stage.
 
 Only the last stage runs the code after the last layer. The changes that this code makes
-(``self.outputs.append(...)``, a metric's state, a counter) are found by comparing the state before
-and after, and repeated on every rank. So hooks at the end of an epoch see the same state on all
-ranks.
+(``self.outputs.append(...)``, a metric's state, a counter, the attributes of a meter) are found by
+comparing the state before and after, and repeated on every rank. So hooks at the end of an epoch,
+and what earlier stages compute in the next step, see the same state on all ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,12 +26,15 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 Path = tuple[str, str]
 _DEPTH = 3
 # In longer containers, plain values and tensors are compared by identity only: inspecting each one
 # at every step would take too long.
 _WIDTH = 256
+# Longer ones that an object has (the samples of a data set) are not looked into.
+_LONGEST = 10_000
 # A copy of a larger array at every step would be too expensive.
 _LARGEST_ARRAY_BYTES = 1 << 20
 
@@ -43,9 +47,18 @@ class Grown(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """A dict or short list of which some entries changed."""
+    """A dict or list of which some entries changed."""
 
     changes: dict[Any, Any]
+
+
+class Attributes(NamedTuple):
+    """An object of user code some attributes of which changed."""
+
+    kind: str
+    """The name of its class."""
+    changes: dict[str, Any]
+    gone: tuple[str, ...]
 
 
 class Replaced(NamedTuple):
@@ -142,7 +155,19 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
             value[key] = _resolved(entry, value_of, depth - 1)
     elif depth and type(value) is tuple:
         return tuple(_resolved(entry, value_of, depth - 1) for entry in value)
+    elif depth and is_user_object(value):
+        for name, entry in _looked_into(value).items():
+            vars(value)[name] = _resolved(entry, value_of, depth - 1)
     return value
+
+
+def _looked_into(value: Any) -> dict[str, Any]:
+    """The attributes of an object of user code, without long containers."""
+    return {
+        name: entry
+        for name, entry in vars(value).items()
+        if not isinstance(entry, list | deque | dict | set) or len(entry) <= _LONGEST
+    }
 
 
 def _mark(value: Any, depth: int) -> _Mark:
@@ -160,6 +185,9 @@ def _mark(value: Any, depth: int) -> _Mark:
         return _Mark("set", value, set(value))
     if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY_BYTES:
         return _Mark("array", value, value.tobytes())
+    if depth and is_user_object(value):
+        marks = {name: _mark(entry, depth - 1) for name, entry in _looked_into(value).items()}
+        return _Mark("object", value, marks)
     return _Mark("other", value)
 
 
@@ -173,13 +201,14 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
     # Tensors of other stages have been changed there: this code runs on that stage as well.
     if isinstance(value, Placeholder | RemoteTensor):
         return None
-    if mark is None:
-        return Replaced(value) if _can_be_sent(value) else None
+    if mark is not None and mark.kind == "plain":
+        is_same = type(value) is type(mark.value) and (value == mark.value or value != value)
+    else:
+        is_same = mark is not None and value is mark.value
+    if mark is None or not is_same:
+        return Replaced(value) if _can_be_sent(value) or _is_record(value) else None
     if mark.kind == "plain":
-        same = type(value) is type(mark.value) and (value == mark.value or value != value)
-        return None if same or not _can_be_sent(value) else Replaced(value)
-    if value is not mark.value:
-        return Replaced(value) if _can_be_sent(value) else None
+        return None
     if mark.kind == "tensor":
         version, before = mark.detail
         changed = (
@@ -188,22 +217,38 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
         return Replaced(value) if changed else None
     if mark.kind == "list":
         length = len(mark.detail)
-        pairs = zip(mark.detail, value, strict=False)
-        if len(value) < length or any(_change(m, v, depth - 1) is not None for m, v in pairs):
+        changes = _changes(dict(enumerate(mark.detail)), enumerate(islice(value, length)), depth)
+        is_inside = len(value) == length and not any(
+            isinstance(change, Replaced) for change in changes.values()
+        )
+        if changes and is_inside:
+            return Entries(changes)
+        if changes or len(value) < length:
             return _replaced(value)
         items = list(islice(value, length, None))
         return Grown(length, items) if items and _travels(items) else None
     if mark.kind == "dict":
         if not mark.detail.keys() <= value.keys():
             return _replaced(value)
-        found = ((k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items())
-        changes = {key: change for key, change in found if change is not None}
+        changes = _changes(mark.detail, value.items(), depth)
         return Entries(changes) if changes else None
+    if mark.kind == "object":
+        changes = _changes(mark.detail, _looked_into(value).items(), depth)
+        gone = tuple(name for name in mark.detail if name not in vars(value))
+        return Attributes(type(value).__qualname__, changes, gone) if changes or gone else None
     if mark.kind == "set":
         return _replaced(value) if value != mark.detail else None
     if mark.kind == "array":
         return _replaced(value) if value.tobytes() != mark.detail else None
     return None
+
+
+def _changes(
+    marks: Mapping[Any, _Mark], entries: Iterable[tuple[Any, Any]], depth: int
+) -> dict[Any, Any]:
+    """The changes of the entries of a container or an object."""
+    found = ((key, _change(marks.get(key), entry, depth - 1)) for key, entry in entries)
+    return {key: change for key, change in found if change is not None}
 
 
 def _replaced(container: Any) -> Replaced | None:
@@ -224,6 +269,15 @@ def _travels(container: Any) -> bool:
     return True
 
 
+def _is_record(value: Any) -> bool:
+    """Whether it is an object of user code that has plain data only, and can be copied."""
+    return (
+        is_user_object(value)
+        and all(_can_be_sent(v) and not isinstance(v, Tensor) for v in vars(value).values())
+        and _travels([value])
+    )
+
+
 def _can_be_sent(value: Any) -> bool:
     """Whether a value is plain data, which can be sent without running user code."""
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -232,7 +286,7 @@ def _can_be_sent(value: Any) -> bool:
         return all(map(_can_be_sent, value.values()))
     return not isinstance(value, Placeholder | RemoteTensor) and (
         value is None
-        or isinstance(value, int | float | str | bytes | complex | Tensor)
+        or isinstance(value, int | float | str | bytes | complex | Tensor | Enum)
         or type(value).__module__ == "numpy"
     )
 
@@ -247,9 +301,19 @@ def _applied(current: Any, change: Any) -> Any:
             current.pop()
         current.extend(change.items)
         return current
+    if isinstance(change, Attributes):
+        # One that is there on some ranks only (a connection to a server) stays as it is.
+        if is_user_object(current) and type(current).__qualname__ == change.kind:
+            own = vars(current)
+            for name in change.gone:
+                own.pop(name, None)
+            for name, entry in change.changes.items():
+                own[name] = _applied(own.get(name), entry)
+        return current
     assert isinstance(change, Entries)
     for key, entry in change.changes.items():
-        current[key] = _applied(current.get(key), entry)
+        before = current.get(key) if isinstance(current, dict) else current[key]
+        current[key] = _applied(before, entry)
     return current
 
 

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -82,6 +83,16 @@ class Arguments:
 
 def _is_framework(name: str) -> bool:
     return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
+
+
+def is_user_object(value: Any) -> bool:
+    """Whether a value is an object of user code with attributes, such as a meter."""
+    known = nn.Module | Tensor | type | ModuleType | FunctionType | MethodType | Enum
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not isinstance(value, known)
+        and not _is_framework(type(value).__module__)
+    )
 
 
 class _Undo:

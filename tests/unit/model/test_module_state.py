@@ -1,6 +1,8 @@
 import pickle
+import threading
 from collections import Counter, deque
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,30 @@ class Record:
     score: float
 
 
+class Phase(Enum):
+    WARM = "warm"
+    HOT = "hot"
+
+
+class Meter:
+    """Not compared by its values."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.sum, self.seen, self.record = 0.0, [number], Record(0.25)
+        self.mean = torch.zeros(2)
+        self.samples = list(range(20_000))
+        self.lock = threading.Lock()
+
+    def update(self) -> None:
+        self.sum += 1.5
+
+
 IGNORED = frozenset(nn.Module().__dict__) | {"trainer"}
 
 
 class User(nn.Module):
     child: Any
+    meter: Any
 
     def __init__(self):
         super().__init__()
@@ -33,6 +54,9 @@ class User(nn.Module):
         self.many = {number: [number] for number in range(300)}
         self.seen = {1, 2}
         self.table = np.zeros(3)
+        self.meter = Meter()
+        self.phase = Phase.WARM
+        self.meters: dict[str, Any] = {"train": [Meter(1), Meter(2)], "val": Meter(3)}
         self.count = 0
         self.best = float("nan")
         self.name = "start"
@@ -65,6 +89,9 @@ def plain(value):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple | deque):
         return [type(value).__name__, getattr(value, "maxlen", None), *map(plain, value)]
+    if isinstance(value, Meter | Record):
+        known = ("lock", "samples")
+        return {key: plain(v) for key, v in vars(value).items() if key not in known}
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -115,6 +142,17 @@ STEPS = {
     "set": lambda u: u.seen.add(3),
     "numpy in place": lambda u: u.table.__setitem__(1, 2.0),
     "flag": lambda u: setattr(u, "count", True),
+    "object": lambda u: u.meter.update(),
+    "list of an object": lambda u: u.meter.seen.append(1),
+    "object of an object": lambda u: setattr(u.meter.record, "score", 0.5),
+    "tensor of an object in place": lambda u: u.meter.mean.add_(1),
+    "new attribute of an object": lambda u: setattr(u.meter, "best", 1.0),
+    "removed attribute of an object": lambda u: delattr(u.meter, "sum"),
+    "record of an object anew": lambda u: setattr(u.meter, "record", Record(0.75)),
+    "object in a dict": lambda u: u.meters["val"].update(),
+    "object in a list": lambda u: u.meters["train"][1].update(),
+    "member of an enumeration": lambda u: setattr(u, "phase", Phase.HOT),
+    "record anew": lambda u: setattr(u, "nothing", Record(0.5)),
 }
 
 
@@ -195,6 +233,30 @@ def test_what_belongs_to_the_framework_or_cannot_be_sent_stays():
     _, other, changes = played(step)
     assert changes == {}
     assert not hasattr(other, "handle")
+
+
+def test_an_object_stays_the_same_and_its_long_lists_are_not_looked_into():
+    def step(user):
+        user.meter.update()
+        user.meter.samples.append(7)
+
+    last, other, changes = played(step)
+    assert len(pickle.dumps(changes)) < 300
+    assert len(other.meter.samples) == 20_000
+    assert other.meter.lock is not last.meter.lock
+
+
+def test_an_object_that_is_on_the_last_stage_only_changes_nothing_elsewhere():
+    for elsewhere in (None, Record(0.5)):
+        last, other = User(), User()
+        other.meter = elsewhere
+        states = [ModuleState({"": user}, IGNORED) for user in (last, other)]
+        for state in states:
+            state.remember()
+        last.meter.update()
+        states[1].apply(states[0].changes(), CPU)
+        assert other.meter is elsewhere
+    assert other.meter == Record(0.5)
 
 
 def test_values_are_detached():
