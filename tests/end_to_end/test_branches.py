@@ -5,11 +5,13 @@ and switches of the LightningModule. The same bits on one, two and three stages.
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from enum import Enum
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -342,9 +344,28 @@ class ScalesByItsMeter(Model):
         return loss
 
 
+class DrawsAtBothEnds(Model):
+    """From one generator in front of the layers and behind them, as in a mixing of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw, self.numbers = random.Random(1), np.random.default_rng(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss((x * self.draw.random() + float(self.numbers.random()), y))
+        return loss * self.draw.random() + float(self.numbers.random())
+
+
 OTHERS: dict[str, type[Model]] = {
     model.__name__: model
-    for model in (CountsByTheIndex, ScalesByItsLosses, KeepsItsLosses, ScalesByItsMeter)
+    for model in (
+        CountsByTheIndex,
+        ScalesByItsLosses,
+        KeepsItsLosses,
+        ScalesByItsMeter,
+        DrawsAtBothEnds,
+    )
 }
 
 
@@ -360,12 +381,13 @@ def test_what_no_stage_can_know_in_time_is_an_error(how: dict[str, Any]) -> None
 
 def test_an_object_that_the_last_stage_changes_is_the_same_on_all_stages() -> None:
     """Other stages kept it as it was, and computed with that."""
-    names, how = ["ScalesByItsMeter"], {"microbatches": 1}
-    ((alone, _),) = run_ranks(all_trained, 1, 1, names, how)[0]
+    names, how = ["ScalesByItsMeter", "DrawsAtBothEnds"], {"microbatches": 1}
+    (alone,) = run_ranks(all_trained, 1, 1, names, how)
     for num_stages in (2, 3):
-        for ((values, _),) in run_ranks(all_trained, num_stages, num_stages, names, how):
-            for key, value in alone.items():
-                assert torch.equal(value, values[key]), (num_stages, key)
+        for rank in run_ranks(all_trained, num_stages, num_stages, names, how):
+            for name, (expected, _), (values, _) in zip(names, alone, rank, strict=True):
+                for key, value in expected.items():
+                    assert torch.equal(value, values[key]), (name, num_stages, key)
 
 
 def warned(name: str, how: dict[str, Any]) -> list[str]:
@@ -386,14 +408,15 @@ def warned(name: str, how: dict[str, Any]) -> list[str]:
     ],
 )
 @pytest.mark.parametrize(
-    ("name", "kept"), [("KeepsItsLosses", "losses"), ("ScalesByItsMeter", "meter")]
+    ("name", "kept"),
+    [("KeepsItsLosses", "losses"), ("ScalesByItsMeter", "meter"), ("DrawsAtBothEnds", "draw")],
 )
 def test_what_a_list_or_an_object_may_lack_is_said_once(
     name: str, kept: str, how: dict[str, Any], count: int
 ) -> None:
     first, last = run_ranks(warned, 2, name, how)
     assert (len(first), len(last)) == (0, count)
-    assert all(f"reads `self.{kept}`" in text for text in last)
+    assert all(f"reads `self.{kept}`" in text for text in last), last
 
 
 class BranchesOnItsRank(Model):

@@ -1,5 +1,5 @@
-"""Lists, dicts, sets, queues and other objects (a meter, say) of the LightningModule that a step
-reads early and changes late.
+"""Lists, dicts, sets, queues, generators of random numbers and other objects (a meter, say) of the
+LightningModule that a step reads early and changes late.
 
 With several microbatches in flight, an earlier stage has begun the next microbatch before a later
 stage changes the container. For numbers, stages compute the change as well (``conditions.py``);
@@ -9,6 +9,7 @@ attributes are compared, and what is in those that are containers.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from lightning_pipeshift.compat.lightning_names import CONTAINERS
+from lightning_pipeshift.model.user_state.generators import random_state
 from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 _KINDS: Final = (list, dict, set, deque)
@@ -40,7 +42,7 @@ class KeptContainers:
         self._contents = {
             name: _contents(value)
             for name, value in own.items()
-            if (isinstance(value, _KINDS) or is_user_object(value)) and name not in _NOT_OF_USERS
+            if name not in _NOT_OF_USERS and _has_contents(value)
         }
         self._reads: dict[str, int] = {}
         """By an attribute's name, the first interval that reads it."""
@@ -91,15 +93,24 @@ class KeptContainers:
         )
 
 
+def _has_contents(value: Any) -> bool:
+    is_container = isinstance(value, _KINDS)
+    return is_container or is_user_object(value) or random_state(value) is not None
+
+
 def _contents(value: Any) -> list[Any]:
-    """The container and its entries, or the object and what its attributes are and have in them."""
-    if is_user_object(value) and not isinstance(value, _KINDS):
+    """The container and its entries, the object and what its attributes are and have in them, or
+    the generator of random numbers and its state.
+    """
+    if is_user_object(value) and not isinstance(value, (*_KINDS, random.Random)):
         own = list(vars(value).items())
         return [value, *(entry for name, kept in own for entry in (name, *_contents_of(kept)))]
     return _contents_of(value)
 
 
 def _contents_of(value: Any) -> list[Any]:
+    if (state := random_state(value)) is not None:
+        return [value, repr(state)]
     if not isinstance(value, _KINDS) or len(value) > _MOST_ENTRIES:
         return [value]
     entries = [x for pair in value.items() for x in pair] if isinstance(value, dict) else value

@@ -26,6 +26,7 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
 from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 Path = tuple[str, str]
@@ -59,6 +60,12 @@ class Attributes(NamedTuple):
     """The name of its class."""
     changes: dict[str, Any]
     gone: tuple[str, ...]
+
+
+class Drawn(NamedTuple):
+    """A generator of random numbers that has gone on."""
+
+    state: Any
 
 
 class Replaced(NamedTuple):
@@ -177,6 +184,8 @@ def _mark(value: Any, depth: int) -> _Mark:
         return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
     if value is None or isinstance(value, int | float | str | bytes | complex):
         return _Mark("plain", value)
+    if (state := random_state(value)) is not None:
+        return _Mark("random", value, state)
     if isinstance(value, list | deque) and depth:
         return _Mark("list", value, [_mark_item(v, depth, len(value)) for v in value])
     if isinstance(value, dict) and depth:
@@ -232,6 +241,9 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
             return _replaced(value)
         changes = _changes(mark.detail, value.items(), depth)
         return Entries(changes) if changes else None
+    if mark.kind == "random":
+        state = random_state(value)
+        return None if state is None or state == mark.detail else Drawn(state)
     if mark.kind == "object":
         changes = _changes(mark.detail, _looked_into(value).items(), depth)
         gone = tuple(name for name in mark.detail if name not in vars(value))
@@ -300,6 +312,10 @@ def _applied(current: Any, change: Any) -> Any:
         while len(current) > change.length:
             current.pop()
         current.extend(change.items)
+        return current
+    if isinstance(change, Drawn):
+        if random_state(current) is not None:
+            set_random_state(current, change.state)
         return current
     if isinstance(change, Attributes):
         # One that is there on some ranks only (a connection to a server) stays as it is.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +12,10 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import OWNERS, trainer_of
+from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
 
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
@@ -151,16 +150,8 @@ class _Undo:
         elif isinstance(value, tuple):
             for item in value:
                 self.remember(item, depth - 1)
-        elif isinstance(value, random.Random):
-            state = value.getstate()
-            self._restore.append(lambda: value.setstate(state))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            numbers = bits.state
-            self._restore.append(lambda: setattr(bits, "state", numbers))
-        elif isinstance(value, torch.Generator):
-            words = value.get_state()
-            self._restore.append(lambda: (value.set_state(words), None)[1])
+        elif (state := random_state(value)) is not None:
+            self._restore.append(partial(set_random_state, value, state))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
                 copied = value.copy()

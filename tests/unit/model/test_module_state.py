@@ -1,4 +1,5 @@
 import pickle
+import random
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeshift.model.user_state.generators import random_state
 from lightning_pipeshift.model.user_state.module_state import ModuleState
 from tests.unit.model.following import CPU, placeholder
 
@@ -31,6 +33,7 @@ class Meter:
         self.sum, self.seen, self.record = 0.0, [number], Record(0.25)
         self.mean = torch.zeros(2)
         self.samples = list(range(20_000))
+        self.draw = random.Random(3)
         self.lock = threading.Lock()
 
     def update(self) -> None:
@@ -56,6 +59,13 @@ class User(nn.Module):
         self.table = np.zeros(3)
         self.meter = Meter()
         self.phase = Phase.WARM
+        self.draw = random.Random(1)
+        self.generators = [
+            np.random.default_rng(1),
+            np.random.RandomState(1),
+            np.random.Generator(np.random.MT19937(1)),
+            torch.Generator().manual_seed(1),
+        ]
         self.meters: dict[str, Any] = {"train": [Meter(1), Meter(2)], "val": Meter(3)}
         self.count = 0
         self.best = float("nan")
@@ -89,6 +99,8 @@ def plain(value):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple | deque):
         return [type(value).__name__, getattr(value, "maxlen", None), *map(plain, value)]
+    if (state := random_state(value)) is not None:
+        return state
     if isinstance(value, Meter | Record):
         known = ("lock", "samples")
         return {key: plain(v) for key, v in vars(value).items() if key not in known}
@@ -150,6 +162,12 @@ STEPS = {
     "removed attribute of an object": lambda u: delattr(u.meter, "sum"),
     "record of an object anew": lambda u: setattr(u.meter, "record", Record(0.75)),
     "object in a dict": lambda u: u.meters["val"].update(),
+    "generator": lambda u: u.draw.random(),
+    "generator of NumPy": lambda u: u.generators[0].random(),
+    "older generator of NumPy": lambda u: u.generators[1].rand(),
+    "generator of arrays": lambda u: u.generators[2].random(),
+    "generator of torch": lambda u: torch.rand(1, generator=u.generators[3]),
+    "generator of an object": lambda u: u.meter.draw.random(),
     "object in a list": lambda u: u.meters["train"][1].update(),
     "member of an enumeration": lambda u: setattr(u, "phase", Phase.HOT),
     "record anew": lambda u: setattr(u, "nothing", Record(0.5)),
