@@ -390,6 +390,29 @@ def test_an_object_that_the_last_stage_changes_is_the_same_on_all_stages() -> No
                     assert torch.equal(value, values[key]), (name, num_stages, key)
 
 
+def kept(names: list[str], how: dict[str, Any]) -> list[Any]:
+    """What the modules have in the end."""
+    found = []
+    for name in names:
+        module = built(name)
+        shape = {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": how}
+        trainer = quiet_trainer(shape, max_epochs=1, num_sanity_val_steps=0)
+        trainer.fit(module, points(BATCHES))
+        meter = getattr(module, "meter", None)
+        found.append([getattr(module, "losses", None), vars(meter) if meter else None])
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_what_the_last_stage_keeps_is_on_all_stages(schedule: str) -> None:
+    """Of an asynchronous pipeline they had the last minibatch's only."""
+    how = {"microbatches": 1, "schedule": schedule}
+    first, last = run_ranks(kept, 2, ["KeepsItsLosses", "ScalesByItsMeter"], how)
+    assert first == last
+    (losses, _), (_, meter) = last
+    assert len(losses) == meter["count"] == BATCHES
+
+
 def warned(name: str, how: dict[str, Any]) -> list[str]:
     """The warnings of this rank about what a step reads in front of a layer."""
     with warnings.catch_warnings(record=True) as found:

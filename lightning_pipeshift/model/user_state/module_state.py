@@ -68,6 +68,12 @@ class Drawn(NamedTuple):
     state: Any
 
 
+class Several(NamedTuple):
+    """Changes of one value, in order."""
+
+    changes: list[Any]
+
+
 class Replaced(NamedTuple):
     """A value that was replaced by another one."""
 
@@ -303,9 +309,45 @@ def _can_be_sent(value: Any) -> bool:
     )
 
 
+def combine(earlier: dict[Any, Any], later: Mapping[Any, Any]) -> None:
+    """Adds later changes to earlier ones.
+
+    Args:
+        earlier: the changes of a state, by path.
+        later: those of the state after them.
+    """
+    for path, change in later.items():
+        earlier[path] = _combined(earlier[path], change) if path in earlier else change
+
+
+def _combined(earlier: Any, later: Any) -> Any:
+    if isinstance(later, Replaced | Drawn):
+        return later
+    if isinstance(earlier, Several):
+        earlier.changes[-1] = _combined(earlier.changes[-1], later)
+        return earlier
+    if isinstance(earlier, Grown) and isinstance(later, Grown):
+        if later.length == earlier.length + len(earlier.items):
+            earlier.items.extend(later.items)
+            return earlier
+    elif isinstance(earlier, Attributes) and isinstance(later, Attributes):
+        for name in later.gone:
+            earlier.changes.pop(name, None)
+        combine(earlier.changes, later.changes)
+        return earlier._replace(gone=(*earlier.gone, *later.gone))
+    elif isinstance(earlier, Entries) and isinstance(later, Entries):
+        combine(earlier.changes, later.changes)
+        return earlier
+    return Several([earlier, later])
+
+
 def _applied(current: Any, change: Any) -> Any:
     if isinstance(change, Replaced):
         return change.value
+    if isinstance(change, Several):
+        for each in change.changes:
+            current = _applied(current, each)
+        return current
     if isinstance(change, Grown):
         if not isinstance(current, list | deque):
             return list(change.items)

@@ -15,6 +15,7 @@ from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.user_state.module_state import combine
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -504,7 +505,7 @@ class AsynchronousPipeline(Pipeline):
                 if self._is_of_metric(path[0])
             }
             mine.changes = [of_metrics]
-            self._late_changes |= everything
+            combine(self._late_changes, everything)
             mine.asks_to_end = self._asks_to_end_here
             mine.stops = minibatch.stops()
             report = merge_reports(self.replicas.exchange(mine), self.vm)

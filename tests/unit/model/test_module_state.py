@@ -2,8 +2,10 @@ import pickle
 import random
 import threading
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_pipeshift.model.user_state.generators import random_state
-from lightning_pipeshift.model.user_state.module_state import ModuleState
+from lightning_pipeshift.model.user_state.module_state import ModuleState, combine
 from tests.unit.model.following import CPU, placeholder
 
 
@@ -237,6 +239,48 @@ def test_step_after_step():
         last.by_kind.setdefault(str(number), []).append(number)
         last.total.add_(number)
         states[1].apply(pickle.loads(pickle.dumps(states[0].changes())), CPU)
+        assert attributes(other) == attributes(last)
+
+
+def twice(first, second):
+    """As :func:`played`, with two steps whose changes are combined."""
+    last, other = User(), User()
+    states = [ModuleState({"": user, "child": user.child}, IGNORED) for user in (last, other)]
+    for state in states:
+        state.remember()
+    found: dict[Any, Any] = {}
+    for step in (first, second):
+        step(last)
+        combine(found, pickle.loads(pickle.dumps(states[0].changes())))
+        states[0].remember()
+    states[1].apply(found, CPU)
+    return last, other
+
+
+def at_random(user, draw):
+    """A change of a random part."""
+    names = [name for name in STEPS if name != "tensor in inference mode"]
+    with suppress(KeyError, AttributeError, IndexError):
+        STEPS[draw.choice(names)](user)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_changes_of_several_steps_are_combined(seed):
+    draw = random.Random(seed)
+    steps = [[draw.randrange(1 << 30) for _ in range(draw.randrange(1, 9))] for _ in range(2)]
+
+    def step(user, numbers):
+        for number in numbers:
+            at_random(user, random.Random(number))
+
+    last, other = twice(*(partial(step, numbers=numbers) for numbers in steps))
+    assert attributes(other) == attributes(last)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_change_that_is_made_twice(name):
+    with suppress(KeyError, AttributeError):
+        last, other = twice(STEPS[name], STEPS[name])
         assert attributes(other) == attributes(last)
 
 
