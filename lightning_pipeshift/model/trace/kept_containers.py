@@ -18,8 +18,8 @@ from typing import Any, Final
 from torch import nn
 
 from lightning_pipeshift.compat.lightning_names import CONTAINERS
+from lightning_pipeshift.model.user_state.attributes import attributes_of, is_user_object
 from lightning_pipeshift.model.user_state.generators import random_state
-from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 _KINDS: Final = (list, dict, set, deque)
 _NOT_OF_USERS: Final = CONTAINERS | set(vars(nn.Module()))
@@ -103,7 +103,7 @@ def _contents(value: Any) -> list[Any]:
     the generator of random numbers and its state.
     """
     if is_user_object(value) and not isinstance(value, (*_KINDS, random.Random)):
-        own = list(vars(value).items())
+        own = list(attributes_of(value).items())
         return [value, *(entry for name, kept in own for entry in (name, *_contents_of(kept)))]
     return _contents_of(value)
 

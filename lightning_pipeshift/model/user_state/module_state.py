@@ -26,15 +26,20 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.user_state.attributes import (
+    attributes_of,
+    is_user_object,
+    remove_attribute,
+    set_attribute,
+)
 from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
-from lightning_pipeshift.model.user_state.preserve import is_user_object
 
 Path = tuple[str, str]
 _DEPTH = 3
 # In longer containers, plain values and tensors are compared by identity only: inspecting each one
 # at every step would take too long.
 _WIDTH = 256
-# Longer ones that an object has (the samples of a data set) are not looked into.
+# Of longer ones that an object has (the samples of a data set) only the end is looked at.
 _LONGEST = 10_000
 # A copy of a larger array at every step would be too expensive.
 _LARGEST_ARRAY_BYTES = 1 << 20
@@ -48,7 +53,7 @@ class Grown(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """A dict or list of which some entries changed."""
+    """A dict, list or tuple of which some entries changed."""
 
     changes: dict[Any, Any]
 
@@ -169,18 +174,12 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
     elif depth and type(value) is tuple:
         return tuple(_resolved(entry, value_of, depth - 1) for entry in value)
     elif depth and is_user_object(value):
-        for name, entry in _looked_into(value).items():
-            vars(value)[name] = _resolved(entry, value_of, depth - 1)
+        for name, entry in attributes_of(value).items():
+            is_long = isinstance(entry, list | dict) and len(entry) > _LONGEST
+            resolved = entry if is_long else _resolved(entry, value_of, depth - 1)
+            if resolved is not entry:
+                set_attribute(value, name, resolved)
     return value
-
-
-def _looked_into(value: Any) -> dict[str, Any]:
-    """The attributes of an object of user code, without long containers."""
-    return {
-        name: entry
-        for name, entry in vars(value).items()
-        if not isinstance(entry, list | deque | dict | set) or len(entry) <= _LONGEST
-    }
 
 
 def _mark(value: Any, depth: int) -> _Mark:
@@ -192,7 +191,7 @@ def _mark(value: Any, depth: int) -> _Mark:
         return _Mark("plain", value)
     if (state := random_state(value)) is not None:
         return _Mark("random", value, state)
-    if isinstance(value, list | deque) and depth:
+    if isinstance(value, list | deque | tuple) and depth:
         return _Mark("list", value, [_mark_item(v, depth, len(value)) for v in value])
     if isinstance(value, dict) and depth:
         return _Mark("dict", value, {k: _mark_item(v, depth, len(value)) for k, v in value.items()})
@@ -201,9 +200,15 @@ def _mark(value: Any, depth: int) -> _Mark:
     if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY_BYTES:
         return _Mark("array", value, value.tobytes())
     if depth and is_user_object(value):
-        marks = {name: _mark(entry, depth - 1) for name, entry in _looked_into(value).items()}
-        return _Mark("object", value, marks)
+        own = attributes_of(value).items()
+        return _Mark("object", value, {name: _mark_attribute(v, depth) for name, v in own})
     return _Mark("other", value)
+
+
+def _mark_attribute(value: Any, depth: int) -> _Mark:
+    if isinstance(value, list | dict) and len(value) > _LONGEST:
+        return _Mark("long", value, (len(value), _last(value)))
+    return _mark(value, depth - 1)
 
 
 def _mark_item(value: Any, depth: int, width: int) -> _Mark:
@@ -221,7 +226,7 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
     else:
         is_same = mark is not None and value is mark.value
     if mark is None or not is_same:
-        return Replaced(value) if _can_be_sent(value) or _is_record(value) else None
+        return Replaced(value) if _can_be_sent(value) else None
     if mark.kind == "plain":
         return None
     if mark.kind == "tensor":
@@ -240,8 +245,16 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
             return Entries(changes)
         if changes or len(value) < length:
             return _replaced(value)
-        items = list(islice(value, length, None))
-        return Grown(length, items) if items and _travels(items) else None
+        return _grown(value, length)
+    if mark.kind == "long":
+        length, last = mark.detail
+        if len(value) < length or _last(value, len(value) - length) is not last:
+            return _replaced(value)
+        if isinstance(value, list):
+            return _grown(value, length)
+        added = dict(islice(value.items(), length, None))
+        entries = {key: Replaced(entry) for key, entry in added.items()}
+        return Entries(entries) if added and _travels(added) else None
     if mark.kind == "dict":
         if not mark.detail.keys() <= value.keys():
             return _replaced(value)
@@ -251,8 +264,8 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
         state = random_state(value)
         return None if state is None or state == mark.detail else Drawn(state)
     if mark.kind == "object":
-        changes = _changes(mark.detail, _looked_into(value).items(), depth)
-        gone = tuple(name for name in mark.detail if name not in vars(value))
+        changes = _changes(mark.detail, attributes_of(value).items(), depth)
+        gone = tuple(name for name in mark.detail if name not in attributes_of(value))
         return Attributes(type(value).__qualname__, changes, gone) if changes or gone else None
     if mark.kind == "set":
         return _replaced(value) if value != mark.detail else None
@@ -269,39 +282,46 @@ def _changes(
     return {key: change for key, change in found if change is not None}
 
 
+def _last(container: Any, num_after: int = 0) -> Any:
+    """The last entry of a list, or key of a dict, that has so many after it."""
+    return next(islice(reversed(container), num_after, None))
+
+
+def _grown(container: Any, length: int) -> Grown | None:
+    items = list(islice(container, length, None))
+    return Grown(length, items) if items and _travels(items) else None
+
+
 def _replaced(container: Any) -> Replaced | None:
     # A shallow copy keeps the type: a deque keeps its maximum length, a Counter remains a Counter.
     return Replaced(copy.copy(container)) if _travels(container) else None
 
 
 def _travels(container: Any) -> bool:
-    """Whether a container's items can be sent. Unlike what an attribute refers to, they may be of
-    the user's own classes: a copy of a record that was added to a list is as good as the record.
+    """Whether a container's items can be sent. Unlike what an attribute refers to, they may be any
+    objects of user code: a copy of a record that was added to a list is as good as the record.
     """
-    if _can_be_sent(container):
-        return True
+    return _can_be_sent(container) or _is_pickled(container)
+
+
+def _is_pickled(value: Any) -> bool:
     try:
-        pickle.dumps(container)
+        pickle.dumps(value)
     except Exception:
         return False
     return True
 
 
-def _is_record(value: Any) -> bool:
-    """Whether it is an object of user code that has plain data only, and can be copied."""
-    return (
-        is_user_object(value)
-        and all(_can_be_sent(v) and not isinstance(v, Tensor) for v in vars(value).values())
-        and _travels([value])
-    )
-
-
-def _can_be_sent(value: Any) -> bool:
-    """Whether a value is plain data, which can be sent without running user code."""
+def _can_be_sent(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether a value is plain data, or an object of user code that has plain data only."""
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return all(map(_can_be_sent, value))
+        return all(_can_be_sent(entry, depth) for entry in value)
     if isinstance(value, dict):
-        return all(map(_can_be_sent, value.values()))
+        return all(_can_be_sent(entry, depth) for entry in value.values())
+    if depth and is_user_object(value):
+        own = attributes_of(value).values()
+        is_plain = all(_can_be_sent(v, depth - 1) and not isinstance(v, Tensor) for v in own)
+        return is_plain and _is_pickled(value)
     return not isinstance(value, Placeholder | RemoteTensor) and (
         value is None
         or isinstance(value, int | float | str | bytes | complex | Tensor | Enum)
@@ -362,13 +382,17 @@ def _applied(current: Any, change: Any) -> Any:
     if isinstance(change, Attributes):
         # One that is there on some ranks only (a connection to a server) stays as it is.
         if is_user_object(current) and type(current).__qualname__ == change.kind:
-            own = vars(current)
             for name in change.gone:
-                own.pop(name, None)
+                remove_attribute(current, name)
             for name, entry in change.changes.items():
-                own[name] = _applied(own.get(name), entry)
+                set_attribute(current, name, _applied(getattr(current, name, None), entry))
         return current
     assert isinstance(change, Entries)
+    if isinstance(current, tuple):
+        # Something inside of an entry changed.
+        for key, entry in change.changes.items():
+            _applied(current[key], entry)
+        return current
     for key, entry in change.changes.items():
         before = current.get(key) if isinstance(current, dict) else current[key]
         current[key] = _applied(before, entry)

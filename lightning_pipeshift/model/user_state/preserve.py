@@ -6,7 +6,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,26 +14,18 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import OWNERS, trainer_of
+from lightning_pipeshift.model.user_state.attributes import (
+    is_framework,
+    remove_attribute,
+    set_attribute,
+    slots_of,
+)
 from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
 
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
 _LONGEST = 100_000
 _MOST_OBJECTS = 200_000
-_FRAMEWORKS = frozenset(
-    [
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_pipeshift",
-        "torchmetrics",
-        "transformers",
-        "timm",
-        "torchvision",
-        "numpy",
-    ]
-)
 
 
 @contextmanager
@@ -78,20 +69,6 @@ class Arguments:
     def put_back(self) -> None:
         """Restores the state; may be called once only."""
         self._undo.undo()
-
-
-def _is_framework(name: str) -> bool:
-    return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
-
-
-def is_user_object(value: Any) -> bool:
-    """Whether a value is an object of user code with attributes, such as a meter."""
-    known = nn.Module | Tensor | type | ModuleType | FunctionType | MethodType | Enum
-    return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and not isinstance(value, known)
-        and not _is_framework(type(value).__module__)
-    )
 
 
 class _Undo:
@@ -159,11 +136,29 @@ class _Undo:
         elif (
             self._frameworks_too
             or isinstance(value, nn.Module)
-            or not _is_framework(type(value).__module__)
+            or not is_framework(type(value).__module__)
         ):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self._remember_dict(attributes, depth)
+            self._remember_slots(value, depth)
+
+    def _remember_slots(self, value: Any, depth: int) -> None:
+        before = slots_of(value)
+
+        def restore() -> None:
+            for name, entry in slots_of(value).items():
+                if name not in before:
+                    remove_attribute(value, name)
+                elif entry is not before[name]:
+                    set_attribute(value, name, before[name])
+            for name in before.keys() - slots_of(value).keys():
+                set_attribute(value, name, before[name])
+
+        if before:
+            self._restore.append(restore)
+        for entry in before.values():
+            self.remember(entry, depth - 1)
 
     def _remember_dict(self, table: dict[Any, Any], depth: int) -> None:
         before = dict(table)
@@ -182,7 +177,7 @@ class _Undo:
 
     def remember_class(self, kind: type) -> None:
         """Records a class's own attributes, and the variables of its Python module."""
-        if _is_framework(kind.__module__):
+        if is_framework(kind.__module__):
             return
         before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
 

@@ -1,0 +1,80 @@
+"""The attributes of objects of user code, in a ``__dict__`` or in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_FRAMEWORKS = frozenset(
+    [
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_pipeshift",
+        "torchmetrics",
+        "transformers",
+        "timm",
+        "torchvision",
+        "numpy",
+    ]
+)
+
+
+def is_framework(name: str) -> bool:
+    """Whether a Python module is of a framework, or of Python's own base classes."""
+    return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
+
+
+def is_user_object(value: Any) -> bool:
+    """Whether a value is an object of user code with attributes, such as a meter; no container, and
+    no generator of random numbers.
+    """
+    known = nn.Module | Tensor | type | ModuleType | FunctionType | MethodType | Enum
+    return (
+        not isinstance(value, known)
+        and not is_framework(type(value).__module__)
+        and (isinstance(getattr(value, "__dict__", None), dict) or any(_slots(type(value))))
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object has."""
+    own = getattr(value, "__dict__", None)
+    return {**slots_of(value), **(own if isinstance(own, dict) else {})}
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Those of them that are in slots."""
+    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+
+
+def set_attribute(value: Any, name: str, entry: Any) -> None:
+    """Sets an attribute as it is, whatever the class does where user code sets it."""
+    if name in _slots(type(value)):
+        object.__setattr__(value, name, entry)
+    else:
+        vars(value)[name] = entry
+
+
+def remove_attribute(value: Any, name: str) -> None:
+    """Removes an attribute, if the object has it."""
+    if name in slots_of(value):
+        object.__delattr__(value, name)
+    elif isinstance(getattr(value, "__dict__", None), dict):
+        vars(value).pop(name, None)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if is_framework(base.__module__):
+            continue
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name
