@@ -9,6 +9,7 @@ and what earlier stages compute in the next step, see the same state on all rank
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,8 +40,8 @@ _DEPTH = 3
 # In longer containers, plain values and tensors are compared by identity only: inspecting each one
 # at every step would take too long.
 _WIDTH = 256
-# Of longer ones that an object has (the samples of a data set) only the end is looked at.
-_LONGEST = 10_000
+# Longer ones that an object has (the samples of a data set) are not looked at.
+_LONGEST = 1_000_000
 # A copy of a larger array at every step would be too expensive.
 _LARGEST_ARRAY_BYTES = 1 << 20
 
@@ -175,8 +176,7 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
         return tuple(_resolved(entry, value_of, depth - 1) for entry in value)
     elif depth and is_user_object(value):
         for name, entry in attributes_of(value).items():
-            is_long = isinstance(entry, list | dict) and len(entry) > _LONGEST
-            resolved = entry if is_long else _resolved(entry, value_of, depth - 1)
+            resolved = entry if _is_long(entry) else _resolved(entry, value_of, depth - 1)
             if resolved is not entry:
                 set_attribute(value, name, resolved)
     return value
@@ -192,29 +192,27 @@ def _mark(value: Any, depth: int) -> _Mark:
     if (state := random_state(value)) is not None:
         return _Mark("random", value, state)
     if isinstance(value, list | deque | tuple) and depth:
-        return _Mark("list", value, [_mark_item(v, depth, len(value)) for v in value])
+        return _Mark("list", value, (list(value), _marks(enumerate(value), len(value), depth)))
     if isinstance(value, dict) and depth:
-        return _Mark("dict", value, {k: _mark_item(v, depth, len(value)) for k, v in value.items()})
+        return _Mark("dict", value, (dict(value), _marks(value.items(), len(value), depth)))
     if isinstance(value, set) and depth:
         return _Mark("set", value, set(value))
     if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY_BYTES:
         return _Mark("array", value, value.tobytes())
     if depth and is_user_object(value):
         own = attributes_of(value).items()
-        return _Mark("object", value, {name: _mark_attribute(v, depth) for name, v in own})
+        return _Mark("object", value, {k: _mark(v, depth - 1) for k, v in own if not _is_long(v)})
     return _Mark("other", value)
 
 
-def _mark_attribute(value: Any, depth: int) -> _Mark:
-    if isinstance(value, list | dict) and len(value) > _LONGEST:
-        return _Mark("long", value, (len(value), _last(value)))
-    return _mark(value, depth - 1)
+def _marks(entries: Iterable[tuple[Any, Any]], width: int, depth: int) -> dict[Any, _Mark]:
+    """The marks of a container's entries, as far as these are not compared by identity."""
+    inner = object if width <= _WIDTH else (list, deque, dict, set)
+    return {key: _mark(entry, depth - 1) for key, entry in entries if isinstance(entry, inner)}
 
 
-def _mark_item(value: Any, depth: int, width: int) -> _Mark:
-    if width <= _WIDTH or isinstance(value, list | deque | dict | set):
-        return _mark(value, depth - 1)
-    return _Mark("other", value)
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list | deque | tuple | dict | set) and len(value) > _LONGEST
 
 
 def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
@@ -236,36 +234,47 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
         )
         return Replaced(value) if changed else None
     if mark.kind == "list":
-        length = len(mark.detail)
-        changes = _changes(dict(enumerate(mark.detail)), enumerate(islice(value, length)), depth)
-        is_inside = len(value) == length and not any(
-            isinstance(change, Replaced) for change in changes.values()
+        entries, marks = mark.detail
+        length = len(entries)
+        has_all = len(value) >= length and (
+            len(marks) == length or all(map(operator.is_, entries, value))
         )
-        if changes and is_inside:
+        if not has_all:
+            return _replaced(value)
+        changes = _changes(marks, ((place, value[place]) for place in marks), depth)
+        if changes and (
+            len(value) > length or any(isinstance(change, Replaced) for change in changes.values())
+        ):
+            return _replaced(value)
+        if changes:
             return Entries(changes)
-        if changes or len(value) < length:
-            return _replaced(value)
-        return _grown(value, length)
-    if mark.kind == "long":
-        length, last = mark.detail
-        if len(value) < length or _last(value, len(value) - length) is not last:
-            return _replaced(value)
-        if isinstance(value, list):
-            return _grown(value, length)
-        added = dict(islice(value.items(), length, None))
-        entries = {key: Replaced(entry) for key, entry in added.items()}
-        return Entries(entries) if added and _travels(added) else None
+        items = list(islice(value, length, None))
+        return Grown(length, items) if items and _travels(items) else None
     if mark.kind == "dict":
-        if not mark.detail.keys() <= value.keys():
+        entries, marks = mark.detail
+        if not entries.keys() <= value.keys():
             return _replaced(value)
-        changes = _changes(mark.detail, value.items(), depth)
+        looked_at: Iterable[Any] = value
+        if len(value) == len(entries) and all(map(operator.is_, entries.values(), value.values())):
+            looked_at = marks
+        changes = _changes(
+            marks,
+            (
+                (key, value[key])
+                for key in looked_at
+                if key in marks or key not in entries or value[key] is not entries[key]
+            ),
+            depth,
+        )
         return Entries(changes) if changes else None
     if mark.kind == "random":
         state = random_state(value)
         return None if state is None or state == mark.detail else Drawn(state)
     if mark.kind == "object":
-        changes = _changes(mark.detail, attributes_of(value).items(), depth)
-        gone = tuple(name for name in mark.detail if name not in attributes_of(value))
+        own = attributes_of(value)
+        marks = mark.detail
+        changes = _changes(marks, ((k, v) for k, v in own.items() if not _is_long(v)), depth)
+        gone = tuple(name for name in marks if name not in own)
         return Attributes(type(value).__qualname__, changes, gone) if changes or gone else None
     if mark.kind == "set":
         return _replaced(value) if value != mark.detail else None
@@ -280,16 +289,6 @@ def _changes(
     """The changes of the entries of a container or an object."""
     found = ((key, _change(marks.get(key), entry, depth - 1)) for key, entry in entries)
     return {key: change for key, change in found if change is not None}
-
-
-def _last(container: Any, num_after: int = 0) -> Any:
-    """The last entry of a list, or key of a dict, that has so many after it."""
-    return next(islice(reversed(container), num_after, None))
-
-
-def _grown(container: Any, length: int) -> Grown | None:
-    items = list(islice(container, length, None))
-    return Grown(length, items) if items and _travels(items) else None
 
 
 def _replaced(container: Any) -> Replaced | None:
