@@ -44,6 +44,7 @@ from lightning_pipeshift.testing.workers import (
 )
 
 OUTPUT_TAIL_LINES = 40
+HANG_TAIL_LINES = 400
 
 # What a run may take before it counts as hung. No test goes by it: it is there so that a hang ends,
 # however busy the machine is.
@@ -95,7 +96,10 @@ class Outcome:
         else:
             headline = f"rank {self.rank} failed after {self.seconds:.1f} s with {self.error_type}"
             headline += f": {self.message}"
-        return _sections(headline, self.traceback, self.output)
+        # The stacks of a rank that hangs may be among its output.
+        hangs = self.error_type == "Killed"
+        lines = HANG_TAIL_LINES if hangs else OUTPUT_TAIL_LINES
+        return _sections(headline, self.traceback, self.output, lines)
 
 
 class RanksFailed(Exception):
@@ -112,10 +116,10 @@ class LaunchFailed(Exception):
 
     def __init__(self, headline: str, launched: Launched) -> None:
         self.launched = launched
-        super().__init__(_sections(headline, "", launched.output, max_lines=400))
+        super().__init__(_sections(headline, "", launched.output, HANG_TAIL_LINES))
 
 
-def _sections(headline: str, trace: str, output: str, max_lines: int = OUTPUT_TAIL_LINES) -> str:
+def _sections(headline: str, trace: str, output: str, max_lines: int) -> str:
     text = f"==== {headline}\n"
     if trace:
         text += trace.rstrip() + "\n"
