@@ -42,6 +42,7 @@ _DEPTH = 3
 _WIDTH = 256
 # Longer ones that an object has (the samples of a data set) are not looked at.
 _LONGEST = 1_000_000
+_SIMPLE = frozenset([type(None), bool, int, float, complex, str, bytes, Tensor])
 # A copy of a larger array at every step would be too expensive.
 _LARGEST_ARRAY_BYTES = 1 << 20
 
@@ -166,6 +167,8 @@ class ModuleState:
 def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
     if isinstance(value, Placeholder):
         return value_of(value)
+    if isinstance(value, list | deque | dict) and _is_simple(value):
+        return value
     if depth and isinstance(value, list | deque):
         for place, entry in enumerate(value):
             value[place] = _resolved(entry, value_of, depth - 1)
@@ -180,6 +183,12 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
             if resolved is not entry:
                 set_attribute(value, name, resolved)
     return value
+
+
+def _is_simple(container: Any) -> bool:
+    """Whether a container is wide, and has no entries in which user code may have kept others."""
+    entries = container.values() if isinstance(container, dict) else container
+    return len(container) > _WIDTH and _SIMPLE.issuperset(map(type, entries))
 
 
 def _mark(value: Any, depth: int) -> _Mark:

@@ -352,6 +352,33 @@ def test_an_object_that_is_on_the_last_stage_only_changes_nothing_elsewhere():
     assert other.meter == Record(0.5)
 
 
+def test_placeholders_are_replaced_wherever_they_are_kept():
+    user, kept = User(), placeholder(2)
+    user.count = kept
+    user.outputs.append(kept)
+    user.full.append(kept)
+    user.words["last"] = kept
+    user.many[7].append(kept)
+    user.meter.seen.append(kept)
+    user.meter.samples[1_000] = kept
+    user.counts.right = kept
+    user.pair[1].append(kept)
+    value = torch.ones(2)
+    ModuleState({"": user}, IGNORED).resolve(lambda _: value)
+    found = [
+        user.count,
+        user.outputs[-1],
+        user.full[-1],
+        user.words["last"],
+        user.many[7][-1],
+        user.meter.seen[-1],
+        user.meter.samples[1_000],
+        user.counts.right,
+        user.pair[1][-1],
+    ]
+    assert all(each is value for each in found)
+
+
 def test_values_are_detached():
     def step(user):
         user.outputs.append(torch.ones(2, requires_grad=True) * 2)
