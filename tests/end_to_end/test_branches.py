@@ -431,15 +431,15 @@ def warned(name: str, how: dict[str, Any]) -> list[str]:
     ],
 )
 @pytest.mark.parametrize(
-    ("name", "kept"),
+    ("name", "attribute"),
     [("KeepsItsLosses", "losses"), ("ScalesByItsMeter", "meter"), ("DrawsAtBothEnds", "draw")],
 )
 def test_what_a_list_or_an_object_may_lack_is_said_once(
-    name: str, kept: str, how: dict[str, Any], count: int
+    name: str, attribute: str, how: dict[str, Any], count: int
 ) -> None:
     first, last = run_ranks(warned, 2, name, how)
     assert (len(first), len(last)) == (0, count)
-    assert all(f"reads `self.{kept}`" in text for text in last), last
+    assert all(f"reads `self.{attribute}`" in text for text in last), last
 
 
 class BranchesOnItsRank(Model):

@@ -31,8 +31,8 @@ def is_framework(name: str) -> bool:
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether a value is an object of user code with attributes, such as a meter; no container, and
-    no generator of random numbers.
+    """Whether a value is an object of user code with attributes, such as a meter. Containers of
+    classes of their own and `random.Random` are, too: ask for those first.
     """
     known = nn.Module | Tensor | type | ModuleType | FunctionType | MethodType | Enum
     return (
