@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError
+from lightning_pipeshift import (
+    ConfigurationError,
+    PipeShiftError,
+    PipeShiftStrategy,
+    Plan,
+    PlanError,
+)
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
@@ -54,6 +60,13 @@ def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tup
     out = folder / "out.json"
     planning_command.main([*command, "--out", str(out), *arguments])
     return str(out), Plan.load(out)
+
+
+def test_options_that_are_gone_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"`--solver` is no option any more\. Omit it"):
+        plan_for(tmp_path, "devices:\n- {host: a, kind: big}\n", "--solver", "search")
+    with pytest.raises(ConfigurationError, match="`--solver` is no option any more"):
+        planning_command.main(["--config", "c.yaml", "--solver=milp"])
 
 
 def test_machines_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
