@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
@@ -46,7 +47,6 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.known_kinds import completed
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.integer_programming import MOST_PLACES
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.text import bytes_text, count_text
 
@@ -178,19 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
     )
-    _add_solver(parser)
     add_budgets(parser)
     return parser
-
-
-def _add_solver(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--solver",
-        choices=("search", "milp"),
-        default="search",
-        help="of the final cuts: a fast search, or the exact integer programme for at most"
-        f" {MOST_PLACES} layers times stages (search)",
-    )
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +195,11 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default="auto",
         help="of the host's memory, for each rank (auto)",
+    )
+    parser.add_argument(
+        "--solver",
+        action=Removed,
+        advice="Omit it: the search found cuts at least as fast as the integer programme's.",
     )
 
 
@@ -232,7 +226,7 @@ def main(arguments: Sequence[str]) -> None:
     given = list(arguments)
     if not any(word.split("=")[0] in ("--cluster", "--profile", "-h", "--help") for word in given):
         options, rest = _measuring_parser().parse_known_args(given)
-        _measure_and_plan(rest, Path(options.out), plugin_of(options), options.solver)
+        _measure_and_plan(rest, Path(options.out), plugin_of(options))
         return
     options = _parser().parse_args(given)
     if options.cluster is None or options.profile is None:
@@ -253,7 +247,6 @@ def main(arguments: Sequence[str]) -> None:
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
-        solver=options.solver,
         batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
         policy=plugin.memory_request.policy if plugin is not None else None,
     )
@@ -265,7 +258,6 @@ def _measuring_parser() -> argparse.ArgumentParser:
     """The parser of options that are not for Lightning's parser."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="plan.json")
-    _add_solver(parser)
     add_budgets(parser)
     return parser
 
@@ -410,7 +402,7 @@ def measured_strategy(
 
 
 def _measure_and_plan(
-    arguments: Sequence[str], out: Path, memory: MemoryCompression | None, solver: Any
+    arguments: Sequence[str], out: Path, memory: MemoryCompression | None
 ) -> None:
     strategy = measured_strategy(arguments, "plan", memory)
     if not strategy.is_measured:
@@ -422,7 +414,6 @@ def _measure_and_plan(
     if found is None:
         return
     profile, cluster, request = found
-    request = replace(request, solver=solver)
     _save_and_show(make(profile, cluster, request), cluster, out)
     of_model = out.with_name(f"{out.stem}.profile.json")
     of_machines = out.with_name(f"{out.stem}.cluster.yaml")

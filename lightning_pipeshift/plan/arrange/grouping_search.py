@@ -44,7 +44,6 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 from lightning_pipeshift.plan.cost.pace import Objective
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
@@ -245,8 +244,6 @@ class GroupingSearch:
     def _first_look(self, groups: Groups) -> _Look:
         """Evaluates a grouping in closed form, with its microbatches, order and shares."""
         cost = self._placer.closed_form
-        if self._request.solver == "milp":
-            require_small(max(map(len, groups)), self._profile.num_layers)
         if self._profile.static_bytes > self._least_usable_bytes(groups):
             raise PlanError("the model alone is larger than a virtual machine")
         if self._is_large and not self._request.has_order:
@@ -301,8 +298,6 @@ class GroupingSearch:
 
     def _cut_with_care(self, placed: Candidate) -> Arrangement:
         """Returns an arrangement with the best cuts that can be found in limited time."""
-        if self._request.solver == "milp":
-            return self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
         if stages > self._effort.stages_cut:
@@ -361,7 +356,7 @@ class GroupingSearch:
 
         starts = [self._by_rule(preferred), placed.ranks]
         if self._cluster.num_ranks <= self._effort.few_ranks:
-            if most and self._request.partition == "auto" and self._request.solver == "search":
+            if most and self._request.partition == "auto":
                 found = self._searched(placed, starts)
                 if len(preferred) == 1:
                     starts, most = starts + found, 0

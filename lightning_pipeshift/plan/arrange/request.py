@@ -31,9 +31,6 @@ class PlanRequest:
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
         batch_shares: how the global batch is divided; ``None``: chosen by the planner, if it may.
-        solver: what finds the final cuts: ``"search"``, or ``"milp"`` for the integer programme,
-            whose cuts have the least time in closed form. It is for small pipelines, without a
-            policy, with ``recompute="auto"`` and ``partition="auto"``.
         may_share: whether the planner may choose unequal shares.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
@@ -56,7 +53,6 @@ class PlanRequest:
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
     policy: Policy | None = None
-    solver: Literal["search", "milp"] = "search"
     may_share: bool = True
     may_reorder: bool = False
     caution: float = 2.0
@@ -73,16 +69,6 @@ class PlanRequest:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
-        if self.solver not in ("search", "milp"):
-            raise PlanError(f"solver={self.solver!r}; allowed are 'search' and 'milp'")
-        if self.solver == "milp" and (
-            self.policy is not None or (self.recompute, self.partition) != ("auto", "auto")
-        ):
-            raise PlanError(
-                "solver='milp' with MemoryCompression, or with a fixed 'recompute' or 'partition':"
-                " the integer programme chooses cuts and recomputation, and no swaps. Use"
-                " solver='search', or omit these settings"
-            )
         if self.schedule in ASYNCHRONOUS:
             if self.microbatches not in ("auto", 1):
                 raise PlanError(
