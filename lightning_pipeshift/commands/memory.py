@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_pipeshift.commands.planning import add_budgets, measured_strategy, plugin_of
+from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
+from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.pictures.figure import require_matplotlib, save
