@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_pipeshift.commands.planning import add_budgets, measured_strategy, plugin_of
+from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
+from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression

@@ -142,13 +142,13 @@ class Evaluator:
 
     def total(self, count: int) -> float:
         """The samples of a global batch of ``count`` virtual machines."""
-        return self.request.batch_samples * count
+        return self.request.total_samples(count)
 
     def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
         """The number of samples of a global batch for each virtual machine."""
         total = self.total(count)
         if shares is None:
-            return [self.request.batch_samples] * count
+            return [total / count] * count
         if total != int(total):
             return [total * share / math.fsum(shares) for share in shares]
         return [float(size) for size in shared_out(int(total), shares)]

@@ -58,6 +58,11 @@ class _Look(NamedTuple):
     orders: tuple[Groups, ...] = ()
     """Orders of the stages whose step time is near the best."""
 
+    @property
+    def depth(self) -> int:
+        """The number of stages of the deepest virtual machine."""
+        return max(map(len, self.placed.ranks))
+
 
 class GroupingSearch:
     """Chooses one arrangement without swaps from all groupings.
@@ -89,7 +94,14 @@ class GroupingSearch:
             second //= 6 if self._is_large else 3
         if self._is_large:
             finished = 1
-        again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
+        first = self._first_looks()
+        # The best of each depth is simulated too: what is said of a depth comes from the same model
+        # as the choice.
+        of_depths = {look.depth: look for look in sorted(first, key=lambda look: look.rate)}
+        chosen = {id(look): look for look in [*_highest(first, second), *of_depths.values()]}
+        again = [self._second_look(look) for look in chosen.values()]
+        for look in again:
+            self._note(look)
         found = [self._finished(look) for look in _highest(again, finished)]
         best = max(found, key=lambda one: one.samples_per_second)
         placed = self._placer.placed(best.ranks, best.microbatches, best.batch_shares)
@@ -99,11 +111,11 @@ class GroupingSearch:
 
     def _note(self, look: _Look, is_final: bool = False) -> None:
         """Keeps the best evaluation of each depth, and what limits it."""
-        placed, depth = look.placed, max(map(len, look.placed.ranks))
+        placed, depth = look.placed, look.depth
         known = self._tried.get(depth)
         if known is not None and known.samples_per_second >= look.rate and not is_final:
             return
-        cost, pairs = self._placer.closed_form, set(zip(placed.workloads, look.cuts, strict=True))
+        cost, pairs = self._placer.simulator, set(zip(placed.workloads, look.cuts, strict=True))
         alone = max(cost.alone(workload, cut) for workload, cut in pairs)
         again = max(
             max(workload.costs(cut).recompute_seconds, default=0.0) * workload.microbatches
@@ -132,7 +144,6 @@ class GroupingSearch:
                 continue
             try:
                 seen.append(self._first_look(groups))
-                self._note(seen[-1])
             except PlanError as error:
                 errors[groups] = without_stack(error)
                 depth = max(map(len, groups))
@@ -180,6 +191,14 @@ class GroupingSearch:
             counts = (len(depths),)
         elif request.num_virtual_machines is not None:
             counts = (request.num_virtual_machines,)
+        divides = tuple(count for count in counts if request.can_divide(count))
+        if not divides:
+            raise PlanError(
+                f"the {request.step_samples:g} samples of a step cannot be divided equally among"
+                f" {' or '.join(map(str, counts))} virtual machines (replicas of the pipeline);"
+                " change the number of samples, or of virtual machines"
+            )
+        counts = divides
         refused, is_possible = None, False
         for count in counts:
             if count > num_ranks:

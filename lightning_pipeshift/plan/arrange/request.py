@@ -34,6 +34,8 @@ class PlanRequest:
         may_share: whether the planner may choose unequal shares.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
+        step_samples: of a global batch, however many virtual machines share it, in equal parts of
+            whole samples; ``None``: see ``batch_samples``.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
         may_reorder: whether the ranks of a virtual machine may become its stages in another order
             than the one in which they are given.
@@ -52,6 +54,7 @@ class PlanRequest:
     partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
+    step_samples: float | None = None
     policy: Policy | None = None
     may_share: bool = True
     may_reorder: bool = False
@@ -59,10 +62,9 @@ class PlanRequest:
     effort: Effort = USUAL
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
-            raise PlanError(
-                f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
-            )
+        for samples in (self.batch_samples, self.step_samples):
+            if samples is not None and not (math.isfinite(samples) and samples > 0):
+                raise PlanError(f"a batch of {samples} samples; a batch has 1 or more")
         if not (math.isfinite(self.caution) and self.caution >= 1):
             raise PlanError(f"caution={self.caution}; allowed are finite factors from 1 on")
         for name in ("virtual_machines", "microbatches"):
@@ -97,6 +99,16 @@ class PlanRequest:
     def ranks(self) -> Groups | None:
         """The ranks of each virtual machine in stage order, if they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    def total_samples(self, num_virtual_machines: int) -> float:
+        """The samples of a global batch."""
+        if self.step_samples is not None:
+            return self.step_samples
+        return self.batch_samples * num_virtual_machines
+
+    def can_divide(self, num_virtual_machines: int) -> bool:
+        """Whether so many virtual machines get equal batches of whole samples."""
+        return self.step_samples is None or self.step_samples % num_virtual_machines == 0
 
     @property
     def chooses_shares(self) -> bool:
