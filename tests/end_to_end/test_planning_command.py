@@ -23,8 +23,8 @@ from lightning_pipeshift import (
     Plan,
     PlanError,
 )
-from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import measuring as measuring_command
+from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.commands import timeline as timeline_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
