@@ -16,20 +16,25 @@ from unittest import mock
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat import torch_private
-from lightning_pipeshift.devices import interception, simulated
+from lightning_pipeshift.devices import interception, simulated, simulated_torch
 from lightning_pipeshift.devices.simulated import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
-_OWN_FILES = (__file__, simulated.__file__, interception.__file__, torch_private.__file__)
+_OWN_FILES = (
+    __file__,
+    simulated.__file__,
+    simulated_torch.__file__,
+    interception.__file__,
+    torch_private.__file__,
+)
 
 
 class Wait(NamedTuple):
@@ -73,13 +78,9 @@ class PretendedGPU(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__(device=GPU)
         self.waits: list[Wait] = []
-        self.mixed: list[str] = []
-        """Operations that a GPU refuses: on a vector of the host's and one of the device's."""
         self._patches = ExitStack()
 
     def __enter__(self) -> PretendedGPU:
-        synchronize = mock.patch.object(torch.cuda, "synchronize", self.synchronize)
-        self._patches.enter_context(synchronize)
         # Asks for devices in C++, where nothing can be pretended.
         group = clip_grad._group_tensors_by_device_and_dtype
         self._patches.enter_context(
@@ -100,10 +101,6 @@ class PretendedGPU(SimulatedDevice):
         """Notes a wait; one of a thread beside the compute holds nobody up."""
         if threading.current_thread() is threading.main_thread():
             self.waits.append(Wait(what, *_asked_by(), num_behind))
-
-    def check(self, name: str, tensors: list[Tensor]) -> None:
-        if any(x.dim() and not self.has(x) and not x.is_meta for x in tensors):
-            self.mixed.append(f"{name}: {_asked_by()[1]}")
 
     def of(self, whose: str) -> list[Wait]:
         """The waits for which somebody's code has asked."""
@@ -126,7 +123,6 @@ class OnAPretendedGPU(L.Callback):
         self.steps: list[list[Wait]] = []
         self.validation: list[Wait] = []
         """Those of a validation at the end of the epoch."""
-        self.mixed: list[str] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first:
@@ -142,7 +138,6 @@ class OnAPretendedGPU(L.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx < self._first:
             return
         self.steps.append(list(self._gpu.waits))
-        self.mixed = list(self._gpu.mixed)
         self._gpu.waits.clear()
 
     def on_validation_end(self, *_: Any) -> None:

@@ -138,10 +138,5 @@ class Ordering:
         known = self._clocks[HOST]
         return all(known.get(timeline, 0) >= number for timeline, number in clock.items())
 
-    @property
-    def streams(self) -> list[str]:
-        """All timelines but the host's."""
-        return [timeline for timeline in self._clocks if timeline != HOST]
-
 
 _FREED = " (in memory that is freed)"

@@ -21,7 +21,6 @@ All threads of the host count as one: what one thread has waited for is known to
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -40,7 +39,8 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.interception import Functions, MemoryPlace, Operations
 from lightning_pipeshift.devices.ordering import HOST, Clock, History, Ordering, Region
-from lightning_pipeshift.devices.streams import Event, simulating
+from lightning_pipeshift.devices.simulated_torch import Stream, StreamsOfTorch
+from lightning_pipeshift.devices.streams import Accelerator, simulating
 
 T = TypeVar("T")
 
@@ -49,12 +49,12 @@ _NOT_ASKING = (
     "/torch/",
     "/contextlib",
     "/devices/simulated.py",
+    "/devices/simulated_torch.py",
     "/devices/interception.py",
     "/compat/torch_private.py",
 )
 
 _FIRST_GPU: Final = torch.device("cuda", 0)
-COMPUTE: Final = "the compute stream"
 
 
 class DataRaceError(Exception):
@@ -80,51 +80,14 @@ class _Memory:
     kept_for: set[str] = field(default_factory=set)
 
 
-class _Event:
-    """An event of the simulated device."""
-
-    def __init__(self, device: SimulatedDevice, clock: Clock, number: int, at: int) -> None:
-        self._device = device
-        self._clock = clock
-        self._at = at
-        self._num_denials = random.Random(f"{device.seed} {number}").randrange(4)
-
-    def query(self) -> bool:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        if self._num_denials and not self._device.knows(self._clock):
-            self._num_denials -= 1
-            return False
-        self._device.order(HOST, self._clock)
-        return True
-
-    def wait(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        self._device.order(self._device.stream, self._clock)
-
-    def synchronize(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        self._device.note("event", self._device.num_done - self._at)
-        self._device.order(HOST, self._clock)
-
-    def elapsed_time(self, end: _Event) -> float:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`. Each operation takes a
-        millisecond.
-        """
-        if not self._device.knows(end._clock):
-            raise RuntimeError("the device has not reached the event")
-        return float(end._at - self._at)
-
-
 class SimulatedDevice:
-    """Context in which there is such a device. It is the public way to choose it: all code that
-    asks :mod:`.streams` for this device gets it, in all threads.
+    """Context in which there is such a device, for all code of all threads that uses torch's
+    streams and events. It is the public way to choose it.
 
     Args:
         seed: decides how often events are asked before they have been reached.
         device: its name.
     """
-
-    is_asynchronous = True
 
     def __init__(self, seed: int = 0, device: torch.device = _FIRST_GPU) -> None:
         self.seed: int = seed
@@ -136,13 +99,16 @@ class SimulatedDevice:
         self._num_events = 0
         self._ordering = Ordering()
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self.local = threading.local()
+        """The current device, streams and place of results of each thread."""
+        self.torch = StreamsOfTorch(self)
         self._memory: dict[int, _Memory] = {}
         self._num_allocated = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
-        self._stack.enter_context(simulating(self.device, self))
+        self._stack.enter_context(self.torch.in_place())
+        self._stack.enter_context(simulating(self.on_this_device))
         self._stack.enter_context(self._modes())
         return self
 
@@ -175,54 +141,59 @@ class SimulatedDevice:
 
         return call
 
-    # --- what `streams` asks for ---
-
-    def record_event(self, is_timed: bool) -> Event:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        with self._lock:
-            self._num_events += 1
-            clock = self._ordering.now(self.stream)
-            return _Event(self, clock, self._num_events, self.num_done)
-
-    @contextmanager
-    def side_stream(self, work: str) -> Iterator[None]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        before, self._local.stream = self.stream, f"the stream {work!r}"
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        with self._lock:
-            self._memory_of(tensor).kept_for.add(self.stream)
-
-    def synchronize(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        self.note("synchronize")
-        with self._lock:
-            for stream in self._ordering.streams:
-                self._ordering.wait(HOST, self._ordering.now(stream))
-
     def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
+        """Wraps a function that another thread is to call, where torch knows nothing of the device
+        by itself.
+        """
 
         def call() -> T:
             with self._modes():
                 return function()
 
-        return call
+        device = torch.device(self.device.type, self.torch.current_device_index())
+        return Accelerator(device).on_this_device(call)
+
+    # --- what stands in for torch's own functions ---
+
+    def clock_of_event(self, stream: str) -> tuple[Clock, int]:
+        """The clock of an event that is recorded on a stream now, and the event's number."""
+        with self._lock:
+            self._num_events += 1
+            return self._ordering.now(stream), self._num_events
+
+    def wait_for_streams(self, streams: list[str]) -> None:
+        """Notes that the host waits for all that is queued on some streams."""
+        self.note("synchronize")
+        with self._lock:
+            for stream in streams:
+                self._ordering.wait(HOST, self._ordering.now(stream))
+
+    def keep_for_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Does the work of ``Tensor.record_stream``."""
+        if not isinstance(stream, Stream):
+            kind = type(stream).__name__
+            raise TypeError(f"record_stream(): argument 's' must be Stream, not {kind}")
+        if not self.has(tensor):
+            raise NotImplementedError(
+                "Could not run 'aten::record_stream' with arguments from the 'CPU' backend."
+            )
+        with self._lock:
+            self._memory_of(tensor).kept_for.add(stream.name)
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
+        """Does the work of :func:`.cuda.pin`."""
         with self._lock:
+            if self.has(memory):
+                raise RuntimeError(f"CUDA's error 1 when pinning {memory.nbytes} bytes")
             found = self._memory_of(memory)
+            if found.is_pinned:
+                raise RuntimeError(f"CUDA's error 712 when pinning {memory.nbytes} bytes")
             found.is_pinned = True
             return partial(self._unpin, found)
 
     def _unpin(self, memory: _Memory) -> None:
         with self._lock:
+            memory.is_pinned = False
             whole = Region(memory.history, 0, sys.maxsize)
             self.races += self._ordering.access(HOST, "unpinning", [], [whole])
 
@@ -230,8 +201,8 @@ class SimulatedDevice:
 
     @property
     def stream(self) -> str:
-        """This thread's current stream."""
-        return getattr(self._local, "stream", COMPUTE)
+        """The name of this thread's current stream."""
+        return self.torch.current_stream(self.device).name
 
     def order(self, timeline: str, clock: Clock) -> None:
         """Orders later work of a timeline after that which a clock knows."""
@@ -266,6 +237,16 @@ class SimulatedDevice:
                 memory.stream, memory.history = self.stream, self._ordering.allocate(self.stream)
             else:
                 memory.stream, memory.history = None, []
+
+    def is_named(self, name: torch.device) -> bool:
+        """Whether a name is this device's.
+
+        Raises:
+            RuntimeError: it is that of another device of its type, where there is none.
+        """
+        if name.type == self.device.type and name.index not in (None, self.device.index):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return name.type == self.device.type
 
     def has(self, tensor: Any) -> bool:
         """Whether a tensor is on the device."""
@@ -310,24 +291,21 @@ class SimulatedDevice:
                 if memory.stream is not None:
                     self._ordering.free(memory.history, memory.stream, memory.kept_for)
 
-    def check(self, name: str, tensors: list[Tensor]) -> None:
-        """Called for each operation on tensors of the device, with all that it is given."""
-
     # --- operations ---
 
     @contextmanager
     def placing(self, place: MemoryPlace) -> Iterator[None]:
         """Context in which the results of operations are put there."""
-        before, self._local.place = self.place, place
+        before, self.local.place = self.place, place
         try:
             yield
         finally:
-            self._local.place = before
+            self.local.place = before
 
     @property
     def place(self) -> MemoryPlace | None:
         """Where this thread's operations are to put their results, if it is said."""
-        return getattr(self._local, "place", None)
+        return getattr(self.local, "place", None)
 
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""

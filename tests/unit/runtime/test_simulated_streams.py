@@ -104,7 +104,7 @@ def test_times_are_read_when_the_device_has_reached_them(monkeypatch: pytest.Mon
         assert backward is not None
         assert backward >= 0.002
     forget(monkeypatch, timing, "now", "query")
-    with pytest.raises(RuntimeError, match="has not reached"), SimulatedDevice(1):
+    with pytest.raises(RuntimeError, match="must be completed"), SimulatedDevice(1):
         time_a_layer()
 
 
