@@ -14,6 +14,7 @@ from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     UNIQUE,
     OperationMode,
+    is_without_memory,
     parse_to,
     pytree,
     schema_of,
@@ -133,8 +134,10 @@ class Operations(OperationMode):
             return
         takes_numbers = torch.Tag.pointwise in function.tags or _TAKES_NUMBERS.fullmatch(name)
         read = [x for x in reads if x.dim() or not takes_numbers]
-        on_host = [x for x in read + writes if not (self._device.has(x) or x.is_meta)]
-        if on_host and name not in _TAKES_VECTORS:
+        is_elsewhere = [
+            not (self._device.has(x) or x.is_meta or is_without_memory(x)) for x in read + writes
+        ]
+        if any(is_elsewhere) and name not in _TAKES_VECTORS:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{device} and cpu! ({name})"

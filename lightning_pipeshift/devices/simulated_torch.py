@@ -120,8 +120,9 @@ class Event:
         """The milliseconds to another event, of which each operation takes one."""
         if type(other) is not torch.Event:
             raise RuntimeError("expected other to be a torch.Event object")
-        begin, end = self._recorded, other._recorded
-        if not (self._is_timed and other._is_timed):
+        end_event: Any = other
+        begin, end = self._recorded, end_event._recorded
+        if not (self._is_timed and end_event._is_timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if begin is None or end is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
@@ -160,8 +161,7 @@ class StreamsOfTorch:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Context in which torch has these streams and events."""
-        theirs = torch.accelerator
-        ours = (
+        functions = (
             self.current_stream,
             self.set_stream,
             self.current_device_index,
@@ -169,11 +169,11 @@ class StreamsOfTorch:
             self.device_index,
             self.synchronize,
         )
-        module = torch.get_device_module(self._simulated.device)
-        replaced = [(theirs, function.__name__, function) for function in ours]
-        replaced += [(torch, "Stream", self._stream_class), (torch, "Event", self._event_class)]
-        replaced += [
-            (module, "synchronize", self.synchronize),
+        replaced: list[tuple[Any, str, Any]] = [
+            *((torch.accelerator, function.__name__, function) for function in functions),
+            (torch.get_device_module(self._simulated.device), "synchronize", self.synchronize),
+            (torch, "Stream", self._stream_class),
+            (torch, "Event", self._event_class),
             (Tensor, "record_stream", lambda *args: self._simulated.keep_for_stream(*args)),
             (cuda, "pin", self._simulated.pin),
         ]
