@@ -78,6 +78,8 @@ class PretendedGPU(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__(device=GPU)
         self.waits: list[Wait] = []
+        self.mixed: list[str] = []
+        """Operations that a GPU refuses: on tensors of the host's and of the device's."""
         self._patches = ExitStack()
 
     def __enter__(self) -> PretendedGPU:
@@ -102,6 +104,12 @@ class PretendedGPU(SimulatedDevice):
         if threading.current_thread() is threading.main_thread():
             self.waits.append(Wait(what, *_asked_by(), num_behind))
 
+    def refuse_mixed(self, name: str) -> None:
+        """Notes it: where a run is put on the GPU in its middle, what PipeShift has made before in
+        place of a layer's weights, to see what its call would do, stays on the host.
+        """
+        self.mixed.append(f"{name}: {_asked_by()[1]}")
+
     def of(self, whose: str) -> list[Wait]:
         """The waits for which somebody's code has asked."""
         return [wait for wait in self.waits if wait.whose == whose]
@@ -123,6 +131,7 @@ class OnAPretendedGPU(L.Callback):
         self.steps: list[list[Wait]] = []
         self.validation: list[Wait] = []
         """Those of a validation at the end of the epoch."""
+        self.mixed: list[str] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first:
@@ -138,6 +147,7 @@ class OnAPretendedGPU(L.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx < self._first:
             return
         self.steps.append(list(self._gpu.waits))
+        self.mixed = list(self._gpu.mixed)
         self._gpu.waits.clear()
 
     def on_validation_end(self, *_: Any) -> None:

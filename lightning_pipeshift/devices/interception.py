@@ -14,7 +14,6 @@ from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     UNIQUE,
     OperationMode,
-    is_without_memory,
     parse_to,
     pytree,
     schema_of,
@@ -134,20 +133,19 @@ class Operations(OperationMode):
             return
         takes_numbers = torch.Tag.pointwise in function.tags or _TAKES_NUMBERS.fullmatch(name)
         read = [x for x in reads if x.dim() or not takes_numbers]
-        is_elsewhere = [
-            not (self._device.has(x) or x.is_meta or is_without_memory(x)) for x in read + writes
-        ]
-        if any(is_elsewhere) and name not in _TAKES_VECTORS:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{device} and cpu! ({name})"
-            )
+        if name not in _TAKES_VECTORS and any(map(self._is_on_host, read + writes)):
+            self._device.refuse_mixed(name)
         for generator in given:
             if isinstance(generator, torch.Generator) and generator.device.type != device.type:
                 raise RuntimeError(
                     f"Expected a '{device.type}' device type for generator but found "
                     f"'{generator.device.type}'"
                 )
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        # Subclasses that see operations stand for other tensors: fake ones, and placeholders.
+        is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return is_plain and not (tensor.is_meta or self._device.has(tensor))
 
     def _wait_for_read(self, name: str, args: Any) -> None:
         by_mask = name == "aten::index" and any(

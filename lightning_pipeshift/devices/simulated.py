@@ -291,6 +291,17 @@ class SimulatedDevice:
                 if memory.stream is not None:
                     self._ordering.free(memory.history, memory.stream, memory.kept_for)
 
+    def refuse_mixed(self, name: str) -> None:
+        """Called for an operation on tensors of the device and of the host.
+
+        Raises:
+            RuntimeError: torch's error.
+        """
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{self.device} and cpu! ({name})"
+        )
+
     # --- operations ---
 
     @contextmanager

@@ -76,6 +76,7 @@ class Trained(NamedTuple):
     diary: list[Any]
     steps: list[list[Wait]]
     validation: list[Wait]
+    mixed: list[str]
 
 
 def train(
@@ -98,7 +99,7 @@ def train(
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **{**QUIET, **how})
     val = points(3, seed=2) if kind == "logging" else None
     trainer.fit(module, points(2 * NUM_STEPS), val)
-    return Trained(parameters_of(module), diary.entries, gpu.steps, gpu.validation)
+    return Trained(parameters_of(module), diary.entries, gpu.steps, gpu.validation, gpu.mixed)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
     stages = case.ranks // strategy.get("virtual_machines", 1)
     for rank, mine in enumerate(found):
         assert len(mine.steps) == NUM_STEPS - 2
+        assert not mine.mixed
         is_last = rank % stages == stages - 1
         for step, waits in enumerate(mine.steps):
             ours = [wait for wait in waits if wait.whose == "pipeshift"]
@@ -205,6 +207,8 @@ def test_the_probe_sees_what_waits() -> None:
             assert len(gpu.waits) == 1
             assert gpu.waits[0].whose == "user"
             assert not gpu.waits[0].num_behind
+        one + torch.ones(3)
+        assert len(gpu.mixed) == 1
 
 
 def test_a_structure_is_fetched_at_once_and_as_it_is() -> None:
