@@ -29,7 +29,9 @@ from lightning_pipeshift.testing.ranks import (
     launch_torchrun,
     run_ranks,
 )
-from lightning_pipeshift.testing.workers import START_VARIABLE
+from lightning_pipeshift.testing.workers import START_VARIABLE, start_method
+
+forked = pytest.mark.skipif(start_method() != "forkserver", reason="with a GPU no rank is forked")
 
 
 def own_rank() -> int:
@@ -75,6 +77,7 @@ def parent_and_modules() -> tuple[int, bool]:
     return os.getppid(), "transformers.models.t5.modeling_t5" in sys.modules
 
 
+@forked
 def test_ranks_are_forked_from_one_process_that_has_imported_what_takes_long() -> None:
     found = {each for _ in range(3) for each in run_ranks(parent_and_modules, 4)}
     ((_, has_imported),) = found
@@ -89,6 +92,7 @@ def modules_and_threads() -> tuple[bool, int, int]:
     )
 
 
+@forked
 def test_ranks_of_these_tests_start_with_filled_caches_and_one_thread() -> None:
     # A server skips what it cannot import, without a word.
     ((is_quick, num_threads, num_frozen),) = run_ranks(modules_and_threads, 1)
