@@ -45,7 +45,7 @@ _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 _TAKES_VECTORS = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
 _TAKES_NUMBERS = re.compile("aten::(fill_|masked_fill_?|_foreach_.*|_fused_.*)")
 _CALLS_HOOKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_WRITES_NOTHING = re.compile("aten::(new_)?empty.*|aten::(set_|resize_)")
+_WRITES_NOTHING = re.compile("aten::(set_|resize_)")
 
 
 class MemoryPlace(NamedTuple):

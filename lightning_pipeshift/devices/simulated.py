@@ -16,13 +16,17 @@ operation that breaks it. And nothing has to be known of an operation's result b
 carried out. (See :mod:`.ordering` for the method.) Chance decides one thing only: how often
 an event is asked before it says that it has been reached.
 
-All threads of the host count as one: what one thread has waited for is known to the others.
+New memory is written to when it is allocated, as in torch's deterministic mode. Threads may belong
+to different processes that share the device, as ranks do: see :meth:`SimulatedDevice.process`. What
+one host has waited for is known to another only if it was told. All threads of a process count as
+one host, or each as one of its own: see :attr:`SimulatedDevice.are_threads_apart`.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -96,11 +100,15 @@ class SimulatedDevice:
         """The data races so far, in words."""
         self.num_done = 0
         """How many operations the device was given."""
+        self.are_threads_apart = False
+        """Whether a thread knows only what it has waited for or :meth:`heard`."""
         self._num_events = 0
         self._ordering = Ordering()
+        # By process: those that have been used.
+        self._hosts: defaultdict[str, set[str]] = defaultdict(set)
         self._lock = threading.RLock()
         self.local = threading.local()
-        """The current device, streams and place of results of each thread."""
+        """The process, current device, streams and place of results of each thread."""
         self.torch = StreamsOfTorch(self)
         self._memory: dict[int, _Memory] = {}
         self._num_allocated = 0
@@ -146,8 +154,10 @@ class SimulatedDevice:
         by itself.
         """
 
+        process = getattr(self.local, "process", "")
+
         def call() -> T:
-            with self._modes():
+            with self._modes(), self.process(process):
                 return function()
 
         device = torch.device(self.device.type, self.torch.current_device_index())
@@ -159,14 +169,14 @@ class SimulatedDevice:
         """The clock of an event that is recorded on a stream now, and the event's number."""
         with self._lock:
             self._num_events += 1
-            return self._ordering.now(stream), self._num_events
+            return self._ordering.now(stream, self.host), self._num_events
 
     def wait_for_streams(self, streams: list[str]) -> None:
         """Notes that the host waits for all that is queued on some streams."""
         self.note("synchronize")
         with self._lock:
             for stream in streams:
-                self._ordering.wait(HOST, self._ordering.now(stream))
+                self._ordering.wait(self.host, self._ordering.now(stream, self.host))
 
     def keep_for_stream(self, tensor: Tensor, stream: Any) -> None:
         """Does the work of ``Tensor.record_stream``."""
@@ -195,14 +205,48 @@ class SimulatedDevice:
         with self._lock:
             memory.is_pinned = False
             whole = Region(memory.history, 0, sys.maxsize)
-            self.races += self._ordering.access(HOST, "unpinning", [], [whole])
+            self.races += self._ordering.access(self.host, self.host, "unpinning", [], [whole])
 
     # --- order ---
+
+    @contextmanager
+    def process(self, name: str) -> Iterator[None]:
+        """Context in which this thread, and those that get work from it, are another process: it
+        has streams and a host of its own, and memory that it shares.
+        """
+        before, self.local.process = getattr(self.local, "process", ""), name
+        try:
+            yield
+        finally:
+            self.local.process = before
+
+    def here(self, name: str) -> str:
+        """The name of a timeline of this thread's process."""
+        process = getattr(self.local, "process", "")
+        return f"{name} of {process}" if process else name
 
     @property
     def stream(self) -> str:
         """The name of this thread's current stream."""
         return self.torch.current_stream(self.device).name
+
+    @property
+    def host(self) -> str:
+        """The timeline of this thread's own work."""
+        host = whole = self.here(HOST)
+        if self.are_threads_apart:
+            host = f"{HOST} in thread {threading.current_thread().name!r}"
+        self._hosts[whole].add(host)
+        return host
+
+    def told(self) -> Clock:
+        """What this host knows, to tell another one: by a lock, a queue or a message."""
+        with self._lock:
+            return self._ordering.now(self.host, self.host)
+
+    def heard(self, clock: Clock) -> None:
+        """This host was told what another one knew."""
+        self.order(self.host, clock)
 
     def order(self, timeline: str, clock: Clock) -> None:
         """Orders later work of a timeline after that which a clock knows."""
@@ -210,12 +254,12 @@ class SimulatedDevice:
             self._ordering.wait(timeline, clock)
 
     def knows(self, clock: Clock) -> bool:
-        """Whether the host knows that the work that a clock knows is complete."""
+        """Whether this host knows that the work that a clock knows is complete."""
         with self._lock:
-            return self._ordering.is_known(clock)
+            return self._ordering.is_known(clock, self.host)
 
     def _wait_for_stream(self) -> None:
-        self._ordering.wait(HOST, self._ordering.now(self.stream))
+        self._ordering.wait(self.host, self._ordering.now(self.stream, self.host))
 
     # --- where a tensor is ---
 
@@ -234,7 +278,9 @@ class SimulatedDevice:
             memory = self._memory_of(tensor)
             memory.is_pinned = place.is_pinned
             if place.is_there:
-                memory.stream, memory.history = self.stream, self._ordering.allocate(self.stream)
+                hosts = {self.host} | self._hosts[self.here(HOST)]
+                memory.stream = self.stream
+                memory.history = self._ordering.allocate(self.stream, hosts)
             else:
                 memory.stream, memory.history = None, []
 
@@ -320,11 +366,11 @@ class SimulatedDevice:
 
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""
-        timeline = self.stream if is_there else HOST
+        timeline = self.stream if is_there else self.host
         with self._lock:
             what = f"{name.removeprefix('aten::')} ({_asked_for_at()})"
             regions = ([*self._regions(reads)], [*self._regions(writes)])
-            self.races += self._ordering.access(timeline, what, *regions)
+            self.races += self._ordering.access(timeline, self.host, what, *regions)
 
     def _regions(self, tensors: list[Tensor]) -> Iterator[Region]:
         for tensor in tensors:

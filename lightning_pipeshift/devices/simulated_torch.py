@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices import cuda
-from lightning_pipeshift.devices.ordering import HOST, Clock
+from lightning_pipeshift.devices.ordering import Clock
 
 if TYPE_CHECKING:
     from lightning_pipeshift.devices.simulated import SimulatedDevice
@@ -42,9 +42,13 @@ class Stream:
         self.stream_id = len(streams.all)
         # `side_stream` knows what for, and torch's streams have no names.
         work = sys._getframe(1).f_locals.get("work", self.stream_id)
-        self.name = f"the stream {work!r}"
-        """Its timeline."""
+        self.what = f"the stream {work!r}"
         streams.all.append(self)
+
+    @property
+    def name(self) -> str:
+        """Its timeline. In each simulated process this is another stream."""
+        return self.simulated.here(self.what)
 
 
 class _Recorded(NamedTuple):
@@ -107,14 +111,14 @@ class Event:
         if self._num_denials and not self.simulated.knows(self._recorded.clock):
             self._num_denials -= 1
             return False
-        self.simulated.order(HOST, self._recorded.clock)
+        self.simulated.order(self.simulated.host, self._recorded.clock)
         return True
 
     def synchronize(self) -> None:
         """Returns when the device has reached the event."""
         if self._recorded is not None:
             self.simulated.note("event", self.simulated.num_done - self._recorded.at)
-            self.simulated.order(HOST, self._recorded.clock)
+            self.simulated.order(self.simulated.host, self._recorded.clock)
 
     def elapsed_time(self, other: Any) -> float:
         """The milliseconds to another event, of which each operation takes one."""
@@ -236,7 +240,7 @@ class StreamsOfTorch:
         if index not in self._compute:
             stream = self._stream_class(index)
             is_own = stream.device == self._simulated.device
-            stream.name = COMPUTE if is_own else f"{COMPUTE} of {stream.device}"
+            stream.what = COMPUTE if is_own else f"{COMPUTE} of {stream.device}"
             # Of two threads that come here at once, both use the stream of the first.
             return self._compute.setdefault(index, stream)
         return self._compute[index]

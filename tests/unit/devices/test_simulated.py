@@ -40,6 +40,16 @@ def read_beside(waits: bool) -> None:
         value + 1
 
 
+def use_new_memory_beside(waits: bool) -> None:
+    """Allocating memory writes to it in torch's deterministic mode."""
+    value = torch.empty(3, device=GPU)
+    is_new = record_event(GPU)
+    with side_stream(GPU, "copies"):
+        if waits:
+            is_new.wait()
+        value.fill_(1)
+
+
 def read_what_a_side_stream_writes(waits: bool) -> None:
     value = torch.zeros(3, device=GPU)
     synchronize(GPU)
@@ -156,6 +166,7 @@ def lists_of_tensors(waits: bool) -> None:
 
 CASES: list[Callable[[bool], None]] = [
     read_beside,
+    use_new_memory_beside,
     read_what_a_side_stream_writes,
     overwrite_what_a_side_stream_reads,
     read_on_the_host,
@@ -194,6 +205,45 @@ def test_parts_of_memory_are_told_apart(begin: int, is_apart: bool) -> None:
         value[:5].fill_(1)
         with side_stream(GPU, "copies"):
             value[begin:].fill_(2)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "the wait", "the message"])
+def test_a_process_knows_what_another_one_has_waited_for_and_told(missing: str) -> None:
+    is_right = missing == "nothing"
+    fails = pytest.raises(DataRaceError, match="on the compute stream of the lender")
+    with nullcontext() if is_right else fails, SimulatedDevice() as device:
+        with device.process("the lender"):
+            value = torch.ones(3, device=GPU)
+            if missing != "the wait":
+                synchronize(GPU)
+            known = device.told()
+        with device.process("the borrower"):
+            if missing != "the message":
+                device.heard(known)
+            # Of its own streams.
+            synchronize(GPU)
+            value + 1
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_thread_may_know_only_what_it_was_told(is_told: bool) -> None:
+    known = {}
+    with nullcontext() if is_told else pytest.raises(DataRaceError), SimulatedDevice() as device:
+        device.are_threads_apart = True
+        value = torch.ones(3, device=GPU)
+        copy = pinned_like(value).copy_(value, non_blocking=True)
+        event = record_event(GPU)
+
+        def work() -> None:
+            event.synchronize()
+            known.update(device.told())
+
+        thread = threading.Thread(target=on_this_device(work))
+        thread.start()
+        thread.join()
+        if is_told:
+            device.heard(known)
+        copy.add_(1)
 
 
 def test_what_waits_for_the_device_needs_no_event() -> None:
