@@ -30,7 +30,7 @@ class Follows(L.Callback):
     """Notes the plan of each step, and makes up the seconds that it takes."""
 
     def __init__(self, moving: float, recomputing: float) -> None:
-        self._seconds = {True: moving, False: recomputing}
+        self._seconds = {False: moving, True: recomputing}
         self.plans: list[Plan] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -38,7 +38,7 @@ class Follows(L.Callback):
 
     def took(self, profiler: Profiler) -> float:
         """The seconds of a step under the plan in force."""
-        return self._seconds[moves(self.plans[-1])]
+        return self._seconds[recomputes(self.plans[-1])]
 
 
 class Trained(NamedTuple):
@@ -48,8 +48,9 @@ class Trained(NamedTuple):
     plans: list[str]
 
 
-def moves(plan: Plan) -> bool:
-    return any(map(any, (plan.swaps, plan.optimizer_on_host, plan.weights_on_host)))
+def recomputes(plan: Plan) -> bool:
+    """Whether it recomputes all layers; the plans made at first move what they have no room for."""
+    return all(len(again) == len(plan.layers) for again in plan.recompute or [()])
 
 
 def train(budget: float | None, moving: float, recomputing: float, **how: Any) -> Trained:
@@ -83,7 +84,7 @@ def train(budget: float | None, moving: float, recomputing: float, **how: Any) -
     )
 
 
-BUDGET = {1: 2.2e6, 2: 1.2e6}
+BUDGET = {1: 2.2e6, 2: 1.6e6}
 """By ranks: what the weights take, and a part of what the layers save."""
 
 
@@ -93,10 +94,10 @@ def test_the_slower_plan_is_dropped_within_ten_steps_and_no_bit_changes(num_rank
     found = run_ranks(train, num_ranks, BUDGET[num_ranks], 100.0, 50.0)
     for mine, before in zip(found, plain, strict=True):
         plans = [Plan.from_json(text) for text in mine.plans]
-        assert moves(plans[0])
-        assert not moves(plans[9])
+        assert any(plans[0].swaps)
+        assert not recomputes(plans[0])
+        assert recomputes(plans[9])
         assert all(plan.is_like(plans[9]) for plan in plans[9:])
-        assert any(plans[9].recompute)
         for name, value in before.parameters.items():
             assert torch.equal(mine.parameters[name], value), name
     assert found[0].plans == found[-1].plans
@@ -106,8 +107,7 @@ def test_the_plan_before_returns_if_recomputing_is_slower_still() -> None:
     plain = run_ranks(train, 1, None, 0.0, 0.0)[0]
     (found,) = run_ranks(train, 1, BUDGET[1], 100.0, 200.0)
     plans = [Plan.from_json(text) for text in found.plans]
-    assert moves(plans[-1])
-    assert not all(map(moves, plans))
+    assert any(map(recomputes, plans))
     assert plans[-1].is_like(plans[0])
     assert sum(one.is_like(plans[0]) != two.is_like(plans[0]) for one, two in pairwise(plans)) == 2
     for name, value in plain.parameters.items():
@@ -118,4 +118,4 @@ def test_a_plan_that_keeps_its_promise_stays() -> None:
     (found,) = run_ranks(train, 1, BUDGET[1], 1e-9, 50.0)
     plans = [Plan.from_json(text) for text in found.plans]
     assert all(plan.is_like(plans[0]) for plan in plans)
-    assert moves(plans[0])
+    assert any(plans[0].swaps)
