@@ -33,7 +33,7 @@ _ROW: Final = (*(Action(Kind.FORWARD, n) for n in range(3)), Action(Kind.BACKWAR
 def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tuple[float, float]:
     """The seconds that the compute lacks for each copy of a saved tensor, and for each byte of it:
     processor time with what is copied compared to what stays, of the whole process if the copier
-    needs the processor, and otherwise of the thread that computes, or that launches what is computed.
+    needs the processor, and otherwise of the thread that computes, or launches what is computed.
 
     Args:
         device: the device.

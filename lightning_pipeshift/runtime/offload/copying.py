@@ -190,14 +190,15 @@ class StreamCopier:
             is_ready.wait()
             work()
             event = record_event(self._device)
-        under_way = self._under_way[name]
-        for number, (earlier, _) in list(under_way.items()):
-            # Those behind it are not complete either. Asking all of them each time would take the
-            # host longer, the further the device is behind it.
-            if not earlier.query():
-                break
-            under_way.pop(number, None)
+        for one_after_the_other in self._under_way.values():
+            for number, (earlier, _) in list(one_after_the_other.items()):
+                # Those behind it are not complete either. Asking all of them each time would take
+                # the host longer, the further the device is behind it.
+                if not earlier.query():
+                    break
+                one_after_the_other.pop(number, None)
         self._count += 1
+        under_way = self._under_way[name]
         under_way[self._count] = event, work
         return _Marked(event, partial(under_way.pop, self._count, None))
 

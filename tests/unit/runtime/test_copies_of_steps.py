@@ -90,7 +90,8 @@ def test_the_host_neither_waits_nor_pins_nor_asks_each_copy(
     generator = torch.Generator().manual_seed(1)
     batch = [torch.randn(16, 32, generator=generator) for _ in range(MICROBATCHES)]
     expected = Stage(layers_of(LAYERS)).step(ROW, batch)
-    with FarBehind() as device, counted_copies(monkeypatch) as copies:
+    device = FarBehind()
+    with device, counted_copies(monkeypatch) as copies:
         monkeypatch.setattr(SavedTable, "save", device.inside(SavedTable.save))
         monkeypatch.setattr(ActivationStore, "fetch", device.inside(ActivationStore.fetch))
         copier = StreamCopier(GPU)
