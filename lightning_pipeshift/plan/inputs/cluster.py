@@ -27,7 +27,8 @@ class Device:
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second; 0: no swaps.
         copy_seconds: what each copy of a tensor to the host or back takes from the compute: the
-            processor's seconds; 0 if the device copies by itself, or if it was not measured.
+            seconds of the processor that computes, or launches what is computed; 0 if it was not
+            measured.
         copy_seconds_per_byte: likewise, for each byte.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Final
+from typing import Final, cast
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
@@ -73,6 +73,17 @@ class RankFigures:
     copy_seconds: float = 0.0
     copy_seconds_per_byte: float = 0.0
     waited_seconds: float = 0.0
+
+    @property
+    def without_moves(self) -> RankFigures:
+        """The same with the times of layers without what the plan in force adds to them (waits for
+        what moves, operations that run again): never more than before training.
+        """
+        least = {
+            layer: tuple(map(min, times, self.guesses.get(layer, times)))
+            for layer, times in self.times.items()
+        }
+        return replace(self, times=cast(dict[int, Times], least))
 
 
 def profile_of(

@@ -649,7 +649,10 @@ class ActivationStore(ActionListener):
         for block in list(self._coming):
             if block.state is not _Is.COMING or block.is_gone:
                 self._coming.remove(block)
-            elif block.coming is not None and block.coming.is_done():
+            elif block.coming is not None:
+                # Blocks come in this order: those behind it are on their way, too.
+                if not block.coming.is_done():
+                    break
                 self._coming.remove(block)
                 self._has_come(block, block.coming)
 

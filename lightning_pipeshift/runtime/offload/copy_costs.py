@@ -1,7 +1,9 @@
 """Measures what copies to the host take from the compute.
 
 Where the device is a CPU, the threads that copy saved tensors need the processor that computes, and
-so does all that the store does for each of them. A GPU copies by itself.
+so does all that the store does for each of them. A GPU copies by itself, but the host has to ask it
+to: for each tensor that takes the time of some kernels' launches, whatever its size, and while many
+short kernels run the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Final
 
 import torch
 
-from lightning_pipeshift.devices.streams import is_asynchronous
+from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
@@ -31,24 +33,22 @@ _ROW: Final = (*(Action(Kind.FORWARD, n) for n in range(3)), Action(Kind.BACKWAR
 def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tuple[float, float]:
     """The seconds that the compute lacks for each copy of a saved tensor, and for each byte of it:
     processor time with what is copied compared to what stays, of the whole process if the copier
-    needs the processor, and otherwise of the thread that computes.
+    needs the processor, and otherwise of the thread that computes, or launches what is computed.
 
     Args:
         device: the device.
         copier: makes the copies.
         host: the host's memory.
-
-    Returns:
-        zeros for a device that computes by itself.
     """
-    if is_asynchronous(device):
-        return 0.0, 0.0
-    small, large = (
-        max(0.0, _usual(device, size, copier, host) - _usual(device, size, copier, None))
-        / (2 * _NUM_TENSORS)
-        for size in _TRIED_BYTES
-    )
+
+    def per_copy(size: int) -> float:
+        more = _usual(device, size, copier, host) - _usual(device, size, copier, None)
+        return max(0.0, more) / (2 * _NUM_TENSORS)
+
     least, most = _TRIED_BYTES
+    if is_asynchronous(device):
+        return per_copy(least), 0.0
+    small, large = per_copy(least), per_copy(most)
     per_byte = max(0.0, large - small) / (most - least)
     return max(0.0, small - least * per_byte), per_byte
 
@@ -76,6 +76,10 @@ def _seconds(device: torch.device, size: int, copier: Copier, host: OffloadTarge
     store.after_layer(0)
     # All that was submitted before has left.
     copier.out(nothing, nothing).wait()
+    paused = now()
+    synchronize(device)
+    begun += now() - paused
+    store.advance()
     store.begin_action(3, _ROW[3])
     for each in reversed(saved):
         each.get()

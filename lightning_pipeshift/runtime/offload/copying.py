@@ -166,9 +166,13 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Copies in progress, with all tensors that they read and write: the allocator would give a
-        # tensor without references (a prefetch that is no longer needed) to the compute at once.
-        self._under_way: dict[int, tuple[Event, Callable[[], Any]]] = {}
+        # Copies in progress of each stream, in its order, with all tensors that they read and
+        # write: the allocator would give a tensor without references (a prefetch that is no longer
+        # needed) to the compute at once.
+        self._under_way: dict[str, dict[int, tuple[Event, Callable[[], Any]]]] = {
+            "out": {},
+            "back": {},
+        }
         self._count = 0
 
     def out(self, work: Callable[[], Any], done: Done) -> Copy:
@@ -186,12 +190,17 @@ class StreamCopier:
             is_ready.wait()
             work()
             event = record_event(self._device)
-        for number, (earlier, _) in list(self._under_way.items()):
-            if earlier.query():
-                self._under_way.pop(number, None)
+        for one_after_the_other in self._under_way.values():
+            for number, (earlier, _) in list(one_after_the_other.items()):
+                # Those behind it are not complete either. Asking all of them each time would take
+                # the host longer, the further the device is behind it.
+                if not earlier.query():
+                    break
+                one_after_the_other.pop(number, None)
         self._count += 1
-        self._under_way[self._count] = event, work
-        return _Marked(event, partial(self._under_way.pop, self._count, None))
+        under_way = self._under_way[name]
+        under_way[self._count] = event, work
+        return _Marked(event, partial(under_way.pop, self._count, None))
 
     def finish(self) -> None:
         """See :class:`Copier`."""
@@ -202,7 +211,8 @@ class StreamCopier:
     def close(self) -> None:
         """See :class:`Copier`."""
         self.finish()
-        self._under_way.clear()
+        for under_way in self._under_way.values():
+            under_way.clear()
 
 
 def nothing() -> None:

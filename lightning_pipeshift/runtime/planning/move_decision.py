@@ -15,6 +15,7 @@ from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.policy_choices import follows
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
+from lightning_pipeshift.runtime.planning.memory_trial import Verdict
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
 
 MIN_GAIN: Final = 0.05
@@ -35,6 +36,7 @@ class Decision:
         expected_gain: the expected speedup of a step.
         took: seconds of a step at the time of the decision.
         working_bytes: what each layer takes for a moment, by all ranks' measurements.
+        verdict: that on a memory plan, if it is one.
     """
 
     plan: str
@@ -43,6 +45,7 @@ class Decision:
     expected_gain: float = 1.0
     took: float | None = None
     working_bytes: Mapping[int, int] = field(default_factory=dict)
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class Decider:
         self._searched: tuple[Hashable, Topology] | None = None
         # Whether the user's policy has been called with the measurements.
         self._has_asked = False
+
+    def recompute_everything(self) -> None:
+        """Plans with recomputation of all layers from now on, as that has been faster."""
+        self._settings = replace(self._settings, recompute="full")
 
     def decide(self, plan: Plan, window: Window) -> Decision:
         """Decides whether to change to a better plan.

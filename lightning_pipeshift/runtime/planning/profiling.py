@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.devices.streams import Event
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.timing import Samples, Timer
 from lightning_pipeshift.model.gates.gate import Gate
@@ -40,6 +41,9 @@ _MEASURED_MICROBATCHES: Final = 2
 
 _USUAL_COPIES: Final = 2
 """State values for each element of a parameter, if the optimizer is not known yet: Adam's."""
+
+_OUTSIDE: Final = "outside"
+"""What the timer calls the time from the end of a stage's part of a step to the next one."""
 
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
 _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
@@ -68,10 +72,10 @@ class Profiler:
         self._guesses: dict[int, Figures] = {}
         self._of_others: Mapping[int, int] = {}
         self._earlier: dict[int, Times] = {}
-        self._outside = Samples()
         self._steps = Samples()
         self._begun: float | None = None
-        self._ended: float | None = None
+        # As the device sees it: the host may wait for the device between two steps.
+        self._ended: Event | None = None
         self.is_over = False
         """Whether no more measurements are needed."""
 
@@ -93,7 +97,7 @@ class Profiler:
             return
         now = time.perf_counter()
         if self._ended is not None and self._begun is not None:
-            self._outside.add(now - self._ended)
+            self.timer.add(_OUTSIDE, -1, self._ended, self.timer.now())
             self._steps.add(now - self._begun)
         self._begun = now
 
@@ -101,7 +105,7 @@ class Profiler:
         """Called when the stage's part of a step is over."""
         if self.is_over:
             return
-        self._ended = time.perf_counter()
+        self._ended = self.timer.now()
         self.timer.read()
         self.num_steps += 1
         if self.num_steps == _WARM_UP_STEPS:
@@ -122,7 +126,7 @@ class Profiler:
         self.timer.forget()
         self.links.begin()
         self._waited_before = self.waited_seconds()
-        self._outside, self._steps = Samples(), Samples()
+        self._steps = Samples()
 
     @property
     def step_seconds(self) -> float | None:
@@ -171,7 +175,7 @@ class Profiler:
             times=times,
             earlier=earlier,
             extra=self._extra(times.values(), 0.5),
-            outside_seconds=self._outside_seconds(0.5),
+            outside_seconds=self.timer.quantile(_OUTSIDE),
             saved_bytes={
                 layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
             },
@@ -238,7 +242,7 @@ class Profiler:
             figures,
             times=times,
             extra=self._extra(times.values(), level),
-            outside_seconds=self._outside_seconds(level),
+            outside_seconds=self.timer.quantile(_OUTSIDE, level=level),
         )
 
     def _times(self, layers: Iterable[int], level: float) -> dict[int, Times]:
@@ -250,9 +254,6 @@ class Profiler:
             if forward is not None:
                 times[layer] = (forward, backward or 0.0)
         return times
-
-    def _outside_seconds(self, level: float) -> float | None:
-        return self._outside.quantile(level) if len(self._outside) else None
 
     def _extra(self, times: Iterable[Times], level: float) -> Times | None:
         own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]

@@ -27,6 +27,7 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import (
     LayerProfile,
     SharedWeights,
@@ -41,6 +42,7 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.decisions import Decisions
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
+from lightning_pipeshift.runtime.planning.memory_trial import NUM_STEPS, MemoryTrial, Verdict
 from lightning_pipeshift.runtime.planning.move_decision import (
     Decider,
     Decision,
@@ -74,6 +76,7 @@ class _Coming:
         took: the seconds of one.
         mine: the measurements: the usual ones, and the extremes.
         carried: what the rank has sent to other stages meanwhile.
+        is_trial: whether they are for the memory plan only.
         age: how many steps old they are.
         is_sent: whether they have left this rank.
     """
@@ -83,6 +86,7 @@ class _Coming:
     took: float
     mine: list[RankFigures]
     carried: tuple[Carried, ...]
+    is_trial: bool = False
     age: int = 0
     is_sent: bool = False
 
@@ -127,6 +131,14 @@ class Replanning:
         self._decision: tuple[Future[Decision], Plan] | None = None
         self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
+        memory = settings.memory
+        self._trial = MemoryTrial(
+            memory is not None
+            and isinstance(memory.policy, Planned)
+            and settings.plan is None
+            and settings.recompute == "auto"
+            and not settings.only_measures
+        )
         # Seconds of a slice of the probe on this rank, and the number of windows since it has had
         # layers.
         self._slice_seconds: float | None = None
@@ -464,7 +476,9 @@ class Replanning:
                 measurements until they have surely sent them.
         """
         self._gather(lag)
-        steps = self._window
+        steps, is_trial = self._window, self._trial.is_due(plan)
+        if is_trial:
+            steps = min(steps, NUM_STEPS)
         is_due = self.measures and steps and self.profiler.num_measured >= steps
         if not is_due or self._is_deciding or self._coming is not None:
             return
@@ -480,7 +494,8 @@ class Replanning:
         self._is_deciding = not self._settings.only_measures
         took = self.profiler.step_seconds
         assert took is not None
-        self._coming = _Coming(plan, steps, took, mine, self.profiler.links.since())
+        carried = self.profiler.links.since()
+        self._coming = _Coming(plan, steps, took, mine, carried, is_trial)
         if lag:
             # The others may be as far behind when this step ends.
             self._coming.age = -1
@@ -521,10 +536,15 @@ class Replanning:
             coming.is_sent = True
         if is_over:
             self._coming = None
-            self.is_measured |= not is_first
+            self.is_measured |= not is_first and not coming.is_trial
         if found_by_rank is None:
             return
         figures, carried = zip(*found_by_rank, strict=True)
+        if coming.is_trial:
+            own = self._learned([each[0].without_moves for each in figures])
+            judge = partial(self._judge, coming.plan, coming.took, own)
+            self._decision = self._threads.submit(judge), coming.plan
+            return
         num_messages = coming.steps * coming.plan.microbatches
         self._cluster, links = measured_links(self._cluster, carried, num_messages)
         usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
@@ -539,6 +559,27 @@ class Replanning:
             )
             decide = partial(self._decider.decide, coming.plan, window)
             self._decision = self._threads.submit(decide), coming.plan
+
+    def _judge(self, plan: Plan, took: float, measured: Measured) -> Decision:
+        """Compares the plan in force with one that recomputes everything, on the first rank."""
+
+        def recomputing() -> Plan | None:
+            settings = replace(
+                self._settings,
+                partition=[list(counts) for counts in plan.placement.counts],
+                schedule=plan.schedule,
+                microbatches=plan.microbatches,
+                recompute="full",
+            )
+            with suppress(PlanError, BudgetError):
+                return make_plan(
+                    settings, measured.profile, measured.cluster, Topology(plan.ranks), plan
+                )
+            return None
+
+        verdict, found, message = self._trial.judge(plan, took, recomputing)
+        is_new = verdict in (Verdict.TRY, Verdict.RETURN)
+        return Decision(found.to_json(), is_new, message, verdict=verdict)
 
     def announce(self, plan: Plan) -> Decision:
         """Returns the first rank's decision on all ranks. Every rank calls this, when the first one
@@ -573,5 +614,11 @@ class Replanning:
         self._is_deciding = False
         self.profiler.take_working_bytes(found.working_bytes)
         self.decisions.accept(found)
+        if found.verdict is not None:
+            self._trial.take(found.verdict, Plan.from_json(found.plan))
+            if found.verdict is Verdict.STAY:
+                self._decider.recompute_everything()
+            if not found.is_new:
+                return
         if found.is_new or self._settings.watch is None:
             self.profiler.begin_anew(for_good=not found.is_new)

@@ -12,7 +12,7 @@ import torch
 from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.runtime.offload import copy_costs as module
 from lightning_pipeshift.runtime.offload.copy_costs import copy_costs
-from lightning_pipeshift.runtime.offload.copying import BufferPool, ThreadCopier, copier_of
+from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier, ThreadCopier
 from lightning_pipeshift.runtime.offload.targets import LocalTarget
 
 CPU = torch.device("cpu")
@@ -66,10 +66,23 @@ def test_of_a_copier_that_needs_no_processor_only_the_computing_thread_counts(
     copier.close()
 
 
-def test_a_device_that_copies_by_itself_takes_none() -> None:
+def test_of_a_device_that_copies_by_itself_the_host_that_asks_for_copies_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AskingCopier(StreamCopier):
+        """Each copy takes the thread that asks for it 3 seconds, by a clock of its own."""
+
+        now = 0.0
+
+        def _submit(self, name: str, work: Callable[[], Any]) -> Any:
+            if getattr(work, "args", ()):
+                self.now += 3.0
+            return super()._submit(name, work)
+
     with SimulatedDevice():
         device = torch.device("cuda", 0)
-        copier = copier_of(device)
+        copier = AskingCopier(device)
+        monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: copier.now))
         target = LocalTarget([BufferPool(CPU, float("inf"), device)], copier)
-        assert copy_costs(device, copier, target) == (0.0, 0.0)
+        assert copy_costs(device, copier, target) == (3.0, 0.0)
         copier.close()
