@@ -42,7 +42,7 @@ _READS = frozenset(
 # What does not touch the values of the tensors that it is given, and of those that it makes.
 _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 # What takes numbers or indices of the host for tensors of the device: vectors, and numbers alone.
-_TAKES_VECTORS = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
+_TAKES_VECTORS = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 _TAKES_NUMBERS = re.compile("aten::(fill_|masked_fill_?|_foreach_.*|_fused_.*)")
 _CALLS_HOOKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _WRITES_NOTHING = re.compile("aten::(set_|resize_)")

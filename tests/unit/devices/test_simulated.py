@@ -499,6 +499,8 @@ def test_what_an_accelerator_takes_is_taken() -> None:
         # Numbers and indices of the host.
         assert (value + torch.tensor(2.0)).tolist() == [3, 3, 3]
         assert value[torch.tensor([0, 1])].tolist() == [1, 1]
+        value[torch.tensor([0, 1])] = 3.0
+        assert value.tolist() == [3, 3, 1]
         value.fill_(torch.tensor(4.0))
         torch._foreach_mul_([value], torch.tensor(0.5))
         assert value.tolist() == [2, 2, 2]
