@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -67,3 +68,8 @@ def layers_text(names: Sequence[str]) -> str:
     if len(names) < 3:
         return ", ".join(names) or "none"
     return f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def print_at_once(text: str) -> None:
+    """Prints a message, whatever locks other threads hold."""
+    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))

@@ -30,11 +30,11 @@ from lightning_pipeshift.runtime.comm.backends import (
     backends,
     device_of,
     payload_backend,
-    store_of_this_start,
 )
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import gathered
+from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -139,6 +139,11 @@ class Connection:
         collective calls return this rank's own value.
         """
         return self._replicas is not None and dist.is_initialized()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank has been connected to the others, which then know when it ends."""
+        return self._board is not None
 
     @property
     def replicas(self) -> Replicas:
@@ -280,7 +285,6 @@ class Connection:
             place.world_size,
             place.environment.main_address,
             place.environment.main_port,
-            self._options.timeout or default_pg_timeout,
         )
         board = FailureBoard(place.rank, mesh, self._options.heartbeat_timeout)
         # What is opened up to the end of the setup is for this job.

@@ -510,7 +510,12 @@ class PipeShiftStrategy(ParallelStrategy):
             # A notebook is no script that could be run again: the other ranks are copies of it.
             self._launcher = NotebookLauncher(self)
         else:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                lambda: self._connection.has_met,
+            )
 
     def set_world_ranks(self) -> None:
         """Takes rank and world size from the launcher, or computes them if it sets none."""

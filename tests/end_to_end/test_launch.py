@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,3 +192,33 @@ def test_a_failing_rank_ends_the_script_with_its_reason(launcher: str) -> None:
         launched = launch_torchrun(FAILING, 2, arguments, check=False)
     assert launched.returncode != 0
     assert "the coffee is cold" in launched.output
+
+
+# A signal or exit that nobody handles, of a process that the others wait for.
+BEFORE_THEY_MEET = SCRIPT.replace(
+    "arguments = json.loads(sys.argv[1])",
+    """
+    import os
+    arguments = json.loads(sys.argv[1])
+    if os.environ.get("LOCAL_RANK") == "1" and arguments.pop("ends", None):
+        sys.exit("the coffee is cold")
+    arguments.pop("ends", None)
+    """.strip(),
+)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_they_are_connected_ends_all(rank: int) -> None:
+    """The script returns only when all of its processes are gone. Without it, the others wait for
+    half an hour.
+    """
+    arguments = json.dumps({"devices": 2, "ends": rank == 1})
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1] if rank == 0 else free_port()
+        launched = launch_script(
+            BEFORE_THEY_MEET, arguments, check=False, env={"MASTER_PORT": str(port)}
+        )
+    assert launched.returncode == 1
+    words = "another program uses that port" if rank == 0 else "process of rank 1 ended with exit"
+    assert words in launched.output
+    assert "was killed" not in launched.output

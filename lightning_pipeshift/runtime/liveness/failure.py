@@ -25,6 +25,7 @@ from lightning_pipeshift.runtime.comm.sockets import Opened
 from lightning_pipeshift.runtime.comm.waits import interrupt_waits
 from lightning_pipeshift.runtime.liveness.peers import Peers
 from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.text import print_at_once
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The default number of seconds of silence after which a rank is gone."""
@@ -348,11 +349,6 @@ class FailureBoard:
             if threading.get_ident() == self._owner:
                 self._has_noticed = True
             raise StageFailedError(reason) from None
-
-
-def print_at_once(text: str) -> None:
-    """Prints a message, whatever locks other threads hold."""
-    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
 
 
 def _capitalised(text: str) -> str:
