@@ -42,7 +42,11 @@ from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_
 from lightning_pipeshift.runtime.comm.turns import Turns
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
-from lightning_pipeshift.runtime.liveness.stalls import STACKS, print_stacks_on_a_signal
+from lightning_pipeshift.runtime.liveness.stalls import (
+    STACKS,
+    print_stacks_on_a_signal,
+    purpose,
+)
 from lightning_pipeshift.runtime.planning.probe import found_here, with_speeds
 from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
 
@@ -360,11 +364,13 @@ class Connection:
 
     # --- collective calls: of every rank ---
 
+    @purpose("a barrier")
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.is_open:
             self.replicas.world.sum(torch.zeros(1))
 
+    @purpose("a broadcast")
     def broadcast(self, value: T, source: int) -> T:
         """The value of one rank."""
         if not self.is_open:
@@ -390,6 +396,7 @@ class Connection:
             return tensor
         return torch.stack(self.replicas.gather_tensor(tensor))
 
+    @purpose("a decision of all ranks")
     def agree(self, decision: bool, all_of_them: bool) -> bool:
         """Whether all ranks decide so, or any."""
         if not self.is_open:
