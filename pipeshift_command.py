@@ -7,6 +7,7 @@ several seconds: ``pipeshift --help`` and ``pipeshift status``, ``move`` and ``l
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 
@@ -57,7 +58,12 @@ def main() -> None:
         from lightning_pipeshift.commands.lanes import main as run
     else:
         from lightning_pipeshift.commands.cli import main as run
-    run()
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`) has enough. Python would write again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave_out_package_code() -> None:

@@ -77,7 +77,7 @@ def test_an_error_of_the_command_is_one_message() -> None:
     launched = launch_script(COMMAND, *WRONG, check=False)
     assert launched.returncode == 2
     assert launched.output.count("pipeshift: error: ") == 1
-    assert "the partition [1, 2, 3] of virtual machine 0 has 3 counts" in launched.output
+    assert "the partition [1, 2, 3] of virtual machine 0 (one replica" in launched.output
     assert "Traceback" not in launched.output
 
 
