@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -52,12 +52,12 @@ class PipeShiftCLI(LightningCLI):
         def parse_object(given: Any, base: Any = None, *rest: Any, **options: Any) -> Any:
             for command, entries in given.items() if base is not None else ():
                 model = entries.get("model") if isinstance(entries, dict) else None
-                configured = getattr(base.get(command), "model", None)
-                if model and "class_path" not in model and "class_path" in (configured or ()):
+                configured = getattr(base.get(command), "model", None) or Namespace()
+                if model and "class_path" not in model and "class_path" in configured:
                     entries["model"] = {"class_path": configured.class_path, "init_args": model}
             return parsed(given, base, *rest, **options)
 
-        parser.parse_object = parse_object  # type: ignore[method-assign]
+        parser.parse_object = parse_object
         return parser
 
 

@@ -91,9 +91,10 @@ class PipeShiftStrategy(ParallelStrategy):
     PipeDream-Flush, 2021, section 3.2).
 
     Args:
-        virtual_machines: how many virtual machines (replicas of the pipeline) train in parallel; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. By default one, or as
-            many as ``partition`` or ``plan`` has. ``"auto"``: the planner chooses. Where no ranks
-            are named, the planner chooses their order, if it also chooses the cuts.
+        virtual_machines: how many virtual machines (replicas of the pipeline) train in parallel; or
+            the ranks of each in stage order, ``[[0, 2], [1, 3]]``. By default one, or as many as
+            ``partition`` or ``plan`` has. ``"auto"``: the planner chooses. Where no ranks are
+            named, the planner chooses their order, if it also chooses the cuts.
         microbatches: the number of slices of a batch; by default four for each stage, and 1
             with a single stage or an asynchronous schedule. ``"auto"``: the planner chooses.
 

@@ -240,12 +240,12 @@ class TrainingSteps:
             return
         plan, lines = pipeline.plan, []
         if pipeline.settings.microbatches is None and pipeline.settings.plan is None:
-            lines = [
-                f"a batch is cut into {plan.microbatches} microbatches, as the strategy has no"
-                " `microbatches=`. The number depends on the number of stages, and results depend"
-                f" on it: set `PipeShiftStrategy(microbatches={plan.microbatches})` for the same"
-                " results on other numbers of devices."
-            ]
+            number = plan.microbatches
+            lines.append(
+                f"a batch is cut into {number} microbatches: the default, which depends on the"
+                " number of stages, and results depend on it. Set `PipeShiftStrategy(microbatches="
+                f"{number})` for the same results on other numbers of devices."
+            )
         for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
             rows = [["stage", "rank", "host", "parameters", "layers"]]
             for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):

@@ -240,8 +240,11 @@ def test_a_signal_ends_ranks_that_wait_for_what_never_comes(
     strategy = {"microbatches": 4, "partition": "uniform"}
     results = run_ranks(on_rank, 2, wait_for_good, strategy, (rank, int(number)), {})
     assert results[rank] == ("143" if number == signal.SIGTERM else "1")
-    doing = "a checkpoint's gathering (" if rank == 0 else "the forward of microbatch 0"
-    found = re.search(rf"got {number.name}, and ends, as it waits for (.*)", results[1 - rank])
+    # The second rank waits for a vote by then, in short waits, or for a payload.
+    reason = rf"got {number.name}, and ends, as it waits for (.*)|failed first: KeyboardInterrupt"
+    found = re.search(reason, results[1 - rank])
     assert found, results[1 - rank]
-    assert doing in found[1]
+    if rank == 0:
+        assert "a checkpoint's gathering (" in found[0]
+        assert "test_preemption.py:" in found[0]
     assert not any(tmp_path.iterdir())

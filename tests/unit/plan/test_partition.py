@@ -36,7 +36,7 @@ def test_lists():
         (
             [5, 5],
             (2,),
-            r"\[5, 5\] of virtual machine 0 \(one replica of the pipeline\) adds up to 10 layers; the model has 9",
+            r"\[5, 5\] of virtual machine 0 \(.*\) adds up to 10 layers; the model has 9",
         ),
         ([[5, 4], [5, 5]], (2, 2), r"virtual machine 1 \(.*\) adds up to 10"),
         ([3, 3, 3], (2,), "has 3 counts; the virtual machine has 2 stages: give a count"),
