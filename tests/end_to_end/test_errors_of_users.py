@@ -103,7 +103,7 @@ class Wide(BoringModel):
         self.save_hyperparameters()
 
     def on_test_end(self) -> None:
-        print(f"tested with the width {self.hparams.width}")
+        print("tested with the width", self.hparams["width"])
 
 
 def save_with_own_command_and_test(path: str) -> None:
