@@ -176,10 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
     parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help="samples of the batch of a virtual machine (one replica of the pipeline)",
+        "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
     )
     _add_solver(parser)
     add_budgets(parser)

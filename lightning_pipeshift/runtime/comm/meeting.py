@@ -51,16 +51,19 @@ class Waiting:
         self._began = time.monotonic()
         self._has_said = False
 
-    def pause(self, who: str, why: str = "") -> None:
+    def pause(self, who: str, why: str = "", is_said: bool = True) -> None:
         """Waits for a moment. Raises StageFailedError at the timeout.
 
         Args:
             who: waits for whom.
             why: what is known about them.
+            is_said: whether to say so after a while.
         """
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None and os.name == "posix" and os.getppid() != int(launcher):
-            raise StageFailedError("The process that has started this rank, and is one, has ended.")
+            raise StageFailedError(
+                "The process that has started this rank (a rank itself) has ended."
+            )
         seconds = time.monotonic() - self._began
         if seconds > self._timeout:
             raise StageFailedError(
@@ -68,7 +71,7 @@ class Waiting:
                 " what these processes printed; every rank needs the same MASTER_ADDR and"
                 " MASTER_PORT."
             )
-        if seconds > _SAYS_AFTER_SECONDS and not self._has_said:
+        if seconds > _SAYS_AFTER_SECONDS and is_said and not self._has_said:
             self._has_said = True
             print_at_once(
                 f"{who} has not connected at {self._where} for {seconds:.0f} s{why}. The others"
@@ -204,7 +207,7 @@ def agreed_name(store: dist.Store, rank: int, world_size: int, waiting: Waiting)
             if time.monotonic() - signed_at > 1.0:
                 signed_at = time.monotonic()
                 store.set(f"pipeshift/taken/{own}/{answer}", str(signed_at))
-            waiting.pause("Another rank")
+            waiting.pause("Another rank", is_said=False)  # rank 0 says which
     return answer
 
 
