@@ -2,7 +2,8 @@
 
 Nothing here changes what a run computes or sends: only how long it measures, and work that would
 give the same result in every rank is done once, before the fork. Ranks of `launch_script` and
-`launch_torchrun` are real interpreters and know nothing of it.
+`launch_torchrun` are real interpreters and know nothing of it, and so are all ranks where there is
+a GPU: see `start_method` in `lightning_pipeshift/testing/workers.py`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,8 @@ def _list_packages_once() -> None:
 def _train_alone() -> None:
     """Fills the caches that a rank's first training fills: those of torch, pydantic and Python.
 
-    All threads that this starts end again, since none survives a fork. Where there is a GPU, the
-    backward would start some that stay.
+    All threads that this starts end again, since none survives a fork.
     """
-    if torch.cuda.is_available():
-        return
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     logging.disable(logging.CRITICAL)

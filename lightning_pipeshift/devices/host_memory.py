@@ -32,6 +32,8 @@ def pinned_buffer(num_bytes: int, device: torch.device, finish: Callable[[], Non
     Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
     process: a budget of 9 GB would take 16.
 
+    The memory stays pinned for as long as any tensor refers to it, be it a view of this one.
+
     Args:
         num_bytes: how many, at least 1.
         device: copies from it and to it.
@@ -43,14 +45,18 @@ def pinned_buffer(num_bytes: int, device: torch.device, finish: Callable[[], Non
     # Whole pages, as no page can be pinned twice.
     is_linux = sys.platform == "linux"
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_linux else {}
-    buffer = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
+    mapped = mmap.mmap(-1, num_bytes, **flags)
+    # Torch's storage refers to this object; the tensor that is returned may be gone before.
+    owner = memoryview(mapped)
+    buffer = torch.frombuffer(owner, dtype=torch.uint8)
     ask_for_large_pages(buffer)
     unpin = streams.pin(buffer, device)
-    weakref.finalize(buffer, _release, finish, unpin).atexit = False
+    weakref.finalize(owner, _release, finish, unpin, mapped).atexit = False
     return buffer
 
 
-def _release(finish: Callable[[], None], unpin: Callable[[], None]) -> None:
+def _release(finish: Callable[[], None], unpin: Callable[[], None], _: mmap.mmap) -> None:
+    """Called with the memory itself, which is unmapped when this has returned."""
     finish()
     unpin()
 

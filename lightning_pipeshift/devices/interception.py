@@ -41,7 +41,11 @@ _READS = frozenset(
 )
 # What does not touch the values of the tensors that it is given, and of those that it makes.
 _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
-_WRITES_NOTHING = re.compile("aten::(new_)?empty.*|aten::(set_|resize_)")
+# What takes numbers or indices of the host for tensors of the device: vectors, and numbers alone.
+_TAKES_VECTORS = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
+_TAKES_NUMBERS = re.compile("aten::(fill_|masked_fill_?|_foreach_.*|_fused_.*)")
+_CALLS_HOOKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_WRITES_NOTHING = re.compile("aten::(set_|resize_)")
 
 
 class MemoryPlace(NamedTuple):
@@ -102,7 +106,8 @@ class Operations(OperationMode):
         device.num_done += goes_there
         device.access(name, reads, writes, goes_there)
         if is_there:
-            self._check(name, args, reads + writes)
+            self._refuse(name, function, reads, writes, [*args, *kwargs.values()])
+            self._wait_for_read(name, args)
         results = function(*args, **kwargs)
         made = [x for x in _tensors(results) if not _is_among(x, reads + writes + others)]
         for tensor in made:
@@ -112,13 +117,42 @@ class Operations(OperationMode):
             device.access(name, [], made, goes_there)
         return results
 
-    def _check(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+    def _refuse(
+        self, name: str, function: Any, reads: list[Tensor], writes: list[Tensor], given: list[Any]
+    ) -> None:
+        """Raises torch's errors for what an accelerator does not take.
+
+        Not where function modes are off, as in the hooks of a backward: there tensors say that they
+        are the host's, and code that moves them does nothing.
+
+        Raises:
+            RuntimeError: a tensor, or a random generator, of the host's.
+        """
+        device = self._device.device
+        if not getattr(self._device.local, "is_followed", False):
+            return
+        takes_numbers = torch.Tag.pointwise in function.tags or _TAKES_NUMBERS.fullmatch(name)
+        read = [x for x in reads if x.dim() or not takes_numbers]
+        if name not in _TAKES_VECTORS and any(map(self._is_on_host, read + writes)):
+            self._device.refuse_mixed(name)
+        for generator in given:
+            if isinstance(generator, torch.Generator) and generator.device.type != device.type:
+                raise RuntimeError(
+                    f"Expected a '{device.type}' device type for generator but found "
+                    f"'{generator.device.type}'"
+                )
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        # Subclasses that see operations stand for other tensors: fake ones, and placeholders.
+        is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return is_plain and not (tensor.is_meta or self._device.has(tensor))
+
+    def _wait_for_read(self, name: str, args: Any) -> None:
         by_mask = name == "aten::index" and any(
             isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
         )
         if name in _READS or by_mask:
             self._device.wait_for_value(name)
-        self._device.check(name, tensors)
 
 
 def _is_among(tensor: Tensor, others: list[Tensor]) -> bool:
@@ -139,24 +173,43 @@ class Functions(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        device, kwargs = self._device, dict(kwargs or {})
+        local = self._device.local
+        before = getattr(local, "is_followed", False)
+        local.is_followed = function not in _CALLS_HOOKS
+        try:
+            return self._call(function, args, dict(kwargs or {}))
+        finally:
+            local.is_followed = before
+
+    def _call(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = self._device
         own: Any = args[0] if args else None
         if function in _QUESTIONS:
             is_there = device.has(own)
             return _QUESTIONS[function](device, own) if is_there else function(*args, **kwargs)
         if function is Tensor.pin_memory:
+            if device.has(own):
+                kind = f"{device.device.type}.{own.type().removeprefix('torch.')}"
+                raise RuntimeError(
+                    f"cannot pin 'torch.{kind}' only dense CPU tensors can be pinned"
+                )
             with device.placing(MemoryPlace(False, is_pinned=True)):
                 return own.clone()
         if function is Tensor.is_pinned:
             return device.is_pinned(own)
         if function in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             # No kernel runs for these.
+            if device.has(own) and function is not Tensor.tolist:
+                raise TypeError(
+                    f"can't convert {device.device} device type tensor to numpy. Use Tensor.cpu() "
+                    "to copy the tensor to host memory first."
+                )
             device.access(function.__name__, [own], [], device.has(own))
             if device.has(own):
                 device.wait_for_value(function.__name__)
         if function is Tensor.cpu:
             return self._moved(own, CPU, waits=True)
-        if function is parse_to:
+        if function in (parse_to, torch.device):
             return function(*args, **kwargs)
         if function is Tensor.to:
             return self._to(*args, **kwargs)
@@ -169,7 +222,9 @@ class Functions(TorchFunctionMode):
         args = [CPU if isinstance(x, torch.device) else x for x in args]
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU if named[0].type != "meta" else named[0]
-        place = MemoryPlace(bool(named) and named[0].type == device.device.type, is_pinned)
+        place = MemoryPlace(bool(named) and device.is_named(named[0]), is_pinned)
+        if is_pinned and place.is_there:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
         with device.placing(place):
             result = function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and place.is_there:
@@ -200,7 +255,7 @@ class Functions(TorchFunctionMode):
     def _moved(self, tensor: Tensor, device: torch.device, waits: bool) -> Tensor:
         if device.type == "meta":
             return Tensor.to(tensor, device)
-        goes_there = device.type == self._device.device.type
+        goes_there = self._device.is_named(device)
         if tensor.is_meta or self._device.has(tensor) == goes_there:
             return tensor
         with self._device.placing(MemoryPlace(goes_there, waits=waits)):

@@ -1,8 +1,9 @@
 """Vector clocks: which accesses to memory are ordered, on a device with several streams.
 
-The work of each stream, and that of the host, is a timeline. An access has the number of its place
+The work of each stream, and that of each host, is a timeline. An access has the number of its place
 in its timeline, and a timeline's clock says, for every timeline, up to which number its work
-precedes whatever comes next here. Queueing work, events and synchronisations are what joins clocks.
+precedes whatever comes next here. Queueing work, events and synchronisations are what joins clocks,
+and so is what one host tells another: what a host has waited for is known to no other.
 Two accesses to the same bytes, one of them a write, of which neither precedes the other, are a data
 race: their order on a real device is a matter of luck. (As in ``torch.cuda._sanitizer``, and in
 FastTrack, Flanagan and Freund, PLDI 2009.)
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 HOST: Final = "the host"
-"""The timeline of the CPU, with all of its threads."""
+"""The timeline of a CPU's work: that of a process, or of one of its threads."""
 
 Clock = dict[str, int]
 
@@ -67,7 +68,7 @@ class Region(NamedTuple):
 
 
 class Ordering:
-    """The clocks of a device's streams and of its host."""
+    """The clocks of a device's streams and of its hosts."""
 
     def __init__(self) -> None:
         self._clocks: defaultdict[str, Clock] = defaultdict(dict)
@@ -75,11 +76,16 @@ class Ordering:
         self._freed: defaultdict[str, dict[str, Access]] = defaultdict(dict)
 
     def access(
-        self, timeline: str, what: str, reads: Iterable[Region], writes: Iterable[Region]
+        self,
+        timeline: str,
+        host: str,
+        what: str,
+        reads: Iterable[Region],
+        writes: Iterable[Region],
     ) -> list[str]:
-        """Notes an operation; returns its data races, in words."""
+        """Notes an operation that a host asks for; returns its data races, in words."""
         clock = self._clocks[timeline]
-        join(clock, self._clocks[HOST])
+        join(clock, self._clocks[host])
         clock[timeline] = number = clock.get(timeline, 0) + 1
         races = []
         for regions, is_write in ((reads, False), (writes, True)):
@@ -96,11 +102,17 @@ class Ordering:
                 history[:] = [*kept, new]
         return races
 
-    def allocate(self, stream: str) -> History:
+    def allocate(self, stream: str, hosts: Iterable[str]) -> History:
         """The history of new memory of a stream: that of all memory that the stream's allocations
         may be given again.
+
+        Args:
+            stream: the stream.
+            hosts: those of its process. Whichever freed the memory before has told the allocator.
         """
-        known = self._clocks[HOST]
+        known: Clock = {}
+        for host in hosts:
+            join(known, self._clocks[host])
         return [
             access._replace(begin=0, end=float("inf"), writes=True)
             for access in self._freed[stream].values()
@@ -123,25 +135,20 @@ class Ordering:
                 what = access.what.removesuffix(_FREED) + _FREED
                 freed[access.timeline] = access._replace(what=what)
 
-    def now(self, timeline: str) -> Clock:
-        """The clock after all work that has been queued so far."""
+    def now(self, timeline: str, host: str) -> Clock:
+        """The clock after all work that has been queued so far, and after what a host knows."""
         clock = dict(self._clocks[timeline])
-        join(clock, self._clocks[HOST])
+        join(clock, self._clocks[host])
         return clock
 
     def wait(self, timeline: str, clock: Clock) -> None:
         """Orders a timeline's later work after the work that a clock knows."""
         join(self._clocks[timeline], clock)
 
-    def is_known(self, clock: Clock) -> bool:
-        """Whether the host knows that the work that a clock knows is complete."""
-        known = self._clocks[HOST]
+    def is_known(self, clock: Clock, host: str) -> bool:
+        """Whether a host knows that the work that a clock knows is complete."""
+        known = self._clocks[host]
         return all(known.get(timeline, 0) >= number for timeline, number in clock.items())
-
-    @property
-    def streams(self) -> list[str]:
-        """All timelines but the host's."""
-        return [timeline for timeline in self._clocks if timeline != HOST]
 
 
 _FREED = " (in memory that is freed)"

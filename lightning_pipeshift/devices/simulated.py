@@ -16,14 +16,17 @@ operation that breaks it. And nothing has to be known of an operation's result b
 carried out. (See :mod:`.ordering` for the method.) Chance decides one thing only: how often
 an event is asked before it says that it has been reached.
 
-All threads of the host count as one: what one thread has waited for is known to the others.
+New memory is written to when it is allocated, as in torch's deterministic mode. Threads may belong
+to different processes that share the device, as ranks do: see :meth:`SimulatedDevice.process`. What
+one host has waited for is known to another only if it was told. All threads of a process count as
+one host, or each as one of its own: see :attr:`SimulatedDevice.are_threads_apart`.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +43,8 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.interception import Functions, MemoryPlace, Operations
 from lightning_pipeshift.devices.ordering import HOST, Clock, History, Ordering, Region
-from lightning_pipeshift.devices.streams import Event, simulating
+from lightning_pipeshift.devices.simulated_torch import Stream, StreamsOfTorch
+from lightning_pipeshift.devices.streams import Accelerator, simulating
 
 T = TypeVar("T")
 
@@ -49,12 +53,12 @@ _NOT_ASKING = (
     "/torch/",
     "/contextlib",
     "/devices/simulated.py",
+    "/devices/simulated_torch.py",
     "/devices/interception.py",
     "/compat/torch_private.py",
 )
 
 _FIRST_GPU: Final = torch.device("cuda", 0)
-COMPUTE: Final = "the compute stream"
 
 
 class DataRaceError(Exception):
@@ -80,51 +84,14 @@ class _Memory:
     kept_for: set[str] = field(default_factory=set)
 
 
-class _Event:
-    """An event of the simulated device."""
-
-    def __init__(self, device: SimulatedDevice, clock: Clock, number: int, at: int) -> None:
-        self._device = device
-        self._clock = clock
-        self._at = at
-        self._num_denials = random.Random(f"{device.seed} {number}").randrange(4)
-
-    def query(self) -> bool:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        if self._num_denials and not self._device.knows(self._clock):
-            self._num_denials -= 1
-            return False
-        self._device.order(HOST, self._clock)
-        return True
-
-    def wait(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        self._device.order(self._device.stream, self._clock)
-
-    def synchronize(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`."""
-        self._device.note("event", self._device.num_done - self._at)
-        self._device.order(HOST, self._clock)
-
-    def elapsed_time(self, end: _Event) -> float:
-        """See :class:`~lightning_pipeshift.devices.streams.Event`. Each operation takes a
-        millisecond.
-        """
-        if not self._device.knows(end._clock):
-            raise RuntimeError("the device has not reached the event")
-        return float(end._at - self._at)
-
-
 class SimulatedDevice:
-    """Context in which there is such a device. It is the public way to choose it: all code that
-    asks :mod:`.streams` for this device gets it, in all threads.
+    """Context in which there is such a device, for all code of all threads that uses torch's
+    streams and events. It is the public way to choose it.
 
     Args:
         seed: decides how often events are asked before they have been reached.
         device: its name.
     """
-
-    is_asynchronous = True
 
     def __init__(self, seed: int = 0, device: torch.device = _FIRST_GPU) -> None:
         self.seed: int = seed
@@ -133,16 +100,23 @@ class SimulatedDevice:
         """The data races so far, in words."""
         self.num_done = 0
         """How many operations the device was given."""
+        self.are_threads_apart = False
+        """Whether a thread knows only what it has waited for or :meth:`heard`."""
         self._num_events = 0
         self._ordering = Ordering()
+        # By process: those that have been used.
+        self._hosts: defaultdict[str, set[str]] = defaultdict(set)
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self.local = threading.local()
+        """The process, current device, streams and place of results of each thread."""
+        self.torch = StreamsOfTorch(self)
         self._memory: dict[int, _Memory] = {}
         self._num_allocated = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
-        self._stack.enter_context(simulating(self.device, self))
+        self._stack.enter_context(self.torch.in_place())
+        self._stack.enter_context(simulating(self.on_this_device))
         self._stack.enter_context(self._modes())
         return self
 
@@ -175,63 +149,104 @@ class SimulatedDevice:
 
         return call
 
-    # --- what `streams` asks for ---
-
-    def record_event(self, is_timed: bool) -> Event:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        with self._lock:
-            self._num_events += 1
-            clock = self._ordering.now(self.stream)
-            return _Event(self, clock, self._num_events, self.num_done)
-
-    @contextmanager
-    def side_stream(self, work: str) -> Iterator[None]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        before, self._local.stream = self.stream, f"the stream {work!r}"
-        try:
-            yield
-        finally:
-            self._local.stream = before
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        with self._lock:
-            self._memory_of(tensor).kept_for.add(self.stream)
-
-    def synchronize(self) -> None:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
-        self.note("synchronize")
-        with self._lock:
-            for stream in self._ordering.streams:
-                self._ordering.wait(HOST, self._ordering.now(stream))
-
     def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
+        """Wraps a function that another thread is to call, where torch knows nothing of the device
+        by itself.
+        """
+
+        process = getattr(self.local, "process", "")
 
         def call() -> T:
-            with self._modes():
+            with self._modes(), self.process(process):
                 return function()
 
-        return call
+        device = torch.device(self.device.type, self.torch.current_device_index())
+        return Accelerator(device).on_this_device(call)
+
+    # --- what stands in for torch's own functions ---
+
+    def clock_of_event(self, stream: str) -> tuple[Clock, int]:
+        """The clock of an event that is recorded on a stream now, and the event's number."""
+        with self._lock:
+            self._num_events += 1
+            return self._ordering.now(stream, self.host), self._num_events
+
+    def wait_for_streams(self, streams: list[str]) -> None:
+        """Notes that the host waits for all that is queued on some streams."""
+        self.note("synchronize")
+        with self._lock:
+            for stream in streams:
+                self._ordering.wait(self.host, self._ordering.now(stream, self.host))
+
+    def keep_for_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Does the work of ``Tensor.record_stream``."""
+        if not isinstance(stream, Stream):
+            kind = type(stream).__name__
+            raise TypeError(f"record_stream(): argument 's' must be Stream, not {kind}")
+        if not self.has(tensor):
+            raise NotImplementedError(
+                "Could not run 'aten::record_stream' with arguments from the 'CPU' backend."
+            )
+        with self._lock:
+            self._memory_of(tensor).kept_for.add(stream.name)
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :class:`~lightning_pipeshift.devices.streams.Device`."""
+        """Does the work of :func:`.cuda.pin`."""
         with self._lock:
+            if self.has(memory):
+                raise RuntimeError(f"CUDA's error 1 when pinning {memory.nbytes} bytes")
             found = self._memory_of(memory)
+            if found.is_pinned:
+                raise RuntimeError(f"CUDA's error 712 when pinning {memory.nbytes} bytes")
             found.is_pinned = True
             return partial(self._unpin, found)
 
     def _unpin(self, memory: _Memory) -> None:
         with self._lock:
+            memory.is_pinned = False
             whole = Region(memory.history, 0, sys.maxsize)
-            self.races += self._ordering.access(HOST, "unpinning", [], [whole])
+            self.races += self._ordering.access(self.host, self.host, "unpinning", [], [whole])
 
     # --- order ---
 
+    @contextmanager
+    def process(self, name: str) -> Iterator[None]:
+        """Context in which this thread, and those that get work from it, are another process: it
+        has streams and a host of its own, and memory that it shares.
+        """
+        before, self.local.process = getattr(self.local, "process", ""), name
+        try:
+            yield
+        finally:
+            self.local.process = before
+
+    def here(self, name: str) -> str:
+        """The name of a timeline of this thread's process."""
+        process = getattr(self.local, "process", "")
+        return f"{name} of {process}" if process else name
+
     @property
     def stream(self) -> str:
-        """This thread's current stream."""
-        return getattr(self._local, "stream", COMPUTE)
+        """The name of this thread's current stream."""
+        return self.torch.current_stream(self.device).name
+
+    @property
+    def host(self) -> str:
+        """The timeline of this thread's own work."""
+        host = whole = self.here(HOST)
+        if self.are_threads_apart:
+            host = f"{HOST} in thread {threading.current_thread().name!r}"
+        self._hosts[whole].add(host)
+        return host
+
+    def told(self) -> Clock:
+        """What this host knows, to tell another one: by a lock, a queue or a message."""
+        with self._lock:
+            return self._ordering.now(self.host, self.host)
+
+    def heard(self, clock: Clock) -> None:
+        """This host was told what another one knew."""
+        self.order(self.host, clock)
 
     def order(self, timeline: str, clock: Clock) -> None:
         """Orders later work of a timeline after that which a clock knows."""
@@ -239,12 +254,12 @@ class SimulatedDevice:
             self._ordering.wait(timeline, clock)
 
     def knows(self, clock: Clock) -> bool:
-        """Whether the host knows that the work that a clock knows is complete."""
+        """Whether this host knows that the work that a clock knows is complete."""
         with self._lock:
-            return self._ordering.is_known(clock)
+            return self._ordering.is_known(clock, self.host)
 
     def _wait_for_stream(self) -> None:
-        self._ordering.wait(HOST, self._ordering.now(self.stream))
+        self._ordering.wait(self.host, self._ordering.now(self.stream, self.host))
 
     # --- where a tensor is ---
 
@@ -263,9 +278,21 @@ class SimulatedDevice:
             memory = self._memory_of(tensor)
             memory.is_pinned = place.is_pinned
             if place.is_there:
-                memory.stream, memory.history = self.stream, self._ordering.allocate(self.stream)
+                hosts = {self.host} | self._hosts[self.here(HOST)]
+                memory.stream = self.stream
+                memory.history = self._ordering.allocate(self.stream, hosts)
             else:
                 memory.stream, memory.history = None, []
+
+    def is_named(self, name: torch.device) -> bool:
+        """Whether a name is this device's.
+
+        Raises:
+            RuntimeError: it is that of another device of its type, where there is none.
+        """
+        if name.type == self.device.type and name.index not in (None, self.device.index):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return name.type == self.device.type
 
     def has(self, tensor: Any) -> bool:
         """Whether a tensor is on the device."""
@@ -310,32 +337,40 @@ class SimulatedDevice:
                 if memory.stream is not None:
                     self._ordering.free(memory.history, memory.stream, memory.kept_for)
 
-    def check(self, name: str, tensors: list[Tensor]) -> None:
-        """Called for each operation on tensors of the device, with all that it is given."""
+    def refuse_mixed(self, name: str) -> None:
+        """Called for an operation on tensors of the device and of the host.
+
+        Raises:
+            RuntimeError: torch's error.
+        """
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{self.device} and cpu! ({name})"
+        )
 
     # --- operations ---
 
     @contextmanager
     def placing(self, place: MemoryPlace) -> Iterator[None]:
         """Context in which the results of operations are put there."""
-        before, self._local.place = self.place, place
+        before, self.local.place = self.place, place
         try:
             yield
         finally:
-            self._local.place = before
+            self.local.place = before
 
     @property
     def place(self) -> MemoryPlace | None:
         """Where this thread's operations are to put their results, if it is said."""
-        return getattr(self._local, "place", None)
+        return getattr(self.local, "place", None)
 
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""
-        timeline = self.stream if is_there else HOST
+        timeline = self.stream if is_there else self.host
         with self._lock:
             what = f"{name.removeprefix('aten::')} ({_asked_for_at()})"
             regions = ([*self._regions(reads)], [*self._regions(writes)])
-            self.races += self._ordering.access(timeline, what, *regions)
+            self.races += self._ordering.access(timeline, self.host, what, *regions)
 
     def _regions(self, tensors: list[Tensor]) -> Iterator[Region]:
         for tensor in tensors:

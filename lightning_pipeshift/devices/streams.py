@@ -42,31 +42,6 @@ class Event(Protocol):
         """
 
 
-class Device(Protocol):
-    """One device's implementation of this module's functions."""
-
-    is_asynchronous: bool
-    """Whether a call returns before the device has done the work."""
-
-    def record_event(self, is_timed: bool) -> Event:
-        """See :func:`record_event`."""
-
-    def side_stream(self, work: str) -> AbstractContextManager[None]:
-        """See :func:`side_stream`."""
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :func:`keep_for_stream`."""
-
-    def synchronize(self) -> None:
-        """See :func:`synchronize`."""
-
-    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :func:`on_this_device`."""
-
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :func:`pin`."""
-
-
 class HostEvent:
     """An event of a CPU, which has been reached when it is recorded."""
 
@@ -94,35 +69,59 @@ class Host:
     is_asynchronous = False
 
     def record_event(self, is_timed: bool) -> Event:
-        """See :class:`Device`."""
+        """See :func:`record_event`."""
         return HostEvent()
 
     def side_stream(self, work: str) -> AbstractContextManager[None]:
-        """See :class:`Device`."""
+        """See :func:`side_stream`."""
         return nullcontext()
 
     def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :class:`Device`."""
+        """See :func:`keep_for_stream`."""
 
     def synchronize(self) -> None:
-        """See :class:`Device`."""
+        """See :func:`synchronize`."""
 
     def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`Device`."""
+        """See :func:`on_this_device`."""
         return function
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :class:`Device`."""
+        """See :func:`pin`."""
         raise RuntimeError("only memory that an accelerator copies from or to can be pinned")
 
 
-class AcceleratorEvent(torch.Event):
-    """An event of an accelerator."""
+class AcceleratorEvent:
+    """An event of an accelerator, which is recorded on the current stream at once.
 
-    def wait(self, stream: torch.Stream | None = None) -> None:
+    It holds torch's event and does not inherit from it: torch's ``elapsed_time`` takes no subclass.
+
+    Args:
+        device: the accelerator.
+        is_timed: whether the event's time is wanted.
+    """
+
+    def __init__(self, device: torch.device, is_timed: bool) -> None:
+        self._device = device
+        self._event = torch.Event(device, enable_timing=is_timed)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    def query(self) -> bool:
+        """See :class:`Event`."""
+        return self._event.query()
+
+    def wait(self) -> None:
         """See :class:`Event`."""
         # Torch's own default is a stream of the thread's current device.
-        super().wait(stream or torch.accelerator.current_stream(self.device))
+        self._event.wait(torch.accelerator.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """See :class:`Event`."""
+        self._event.synchronize()
+
+    def elapsed_time(self, end: AcceleratorEvent) -> float:
+        """See :class:`Event`."""
+        return self._event.elapsed_time(end._event)
 
 
 class Accelerator:
@@ -141,14 +140,12 @@ class Accelerator:
         self._side_streams: dict[str, torch.Stream] = {}
 
     def record_event(self, is_timed: bool) -> Event:
-        """See :class:`Device`."""
-        event = AcceleratorEvent(self._device, enable_timing=is_timed)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+        """See :func:`record_event`."""
+        return AcceleratorEvent(self._device, is_timed)
 
     @contextmanager
     def side_stream(self, work: str) -> Iterator[None]:
-        """See :class:`Device`."""
+        """See :func:`side_stream`."""
         stream = self._side_streams.get(work)
         if stream is None:
             # Of two threads that come here at once, both use the stream of the first.
@@ -164,15 +161,15 @@ class Accelerator:
                 torch.accelerator.set_stream(before)
 
     def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :class:`Device`."""
+        """See :func:`keep_for_stream`."""
         tensor.record_stream(torch.accelerator.current_stream(self._device))
 
     def synchronize(self) -> None:
-        """See :class:`Device`."""
+        """See :func:`synchronize`."""
         torch.accelerator.synchronize(self._device)
 
     def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :class:`Device`."""
+        """See :func:`on_this_device`."""
 
         def call() -> T:
             torch.accelerator.set_device_index(self._device)
@@ -181,29 +178,33 @@ class Accelerator:
         return call
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :class:`Device`."""
+        """See :func:`pin`."""
         return cuda.pin(memory)
 
 
 _HOST = Host()
 _accelerator = cache(Accelerator)
-_simulated: dict[torch.device, Device] = {}
+# Of the simulated devices: what a function needs, to run in another thread.
+_for_threads: list[Callable[[Callable[[], Any]], Callable[[], Any]]] = []
 
 
 @contextmanager
-def simulating(device: torch.device, simulation: Device) -> Iterator[None]:
-    """Context in which a simulation takes the place of a device: see :mod:`.simulated`."""
-    _simulated[device] = simulation
+def simulating(for_threads: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Iterator[None]:
+    """Context in which torch's streams and events are those of a simulation: see :mod:`.simulated`.
+
+    Args:
+        for_threads: wraps a function that another thread is to call.
+    """
+    _accelerator.cache_clear()
+    _for_threads.append(for_threads)
     try:
         yield
     finally:
-        del _simulated[device]
+        _for_threads.remove(for_threads)
+        _accelerator.cache_clear()
 
 
-def _of(device: torch.device) -> Device:
-    simulated = _simulated.get(device)
-    if simulated is not None:
-        return simulated
+def _of(device: torch.device) -> Host | Accelerator:
     return _HOST if device.type == "cpu" else _accelerator(device)
 
 
@@ -235,8 +236,8 @@ def start_of_clock(device: torch.device) -> tuple[Event, float]:
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float | None:
-    """The time between two events; ``None`` while the device has not reached the second one."""
-    return begin.elapsed_time(end) / 1000 if end.query() else None
+    """The time between two events; ``None`` while the device has not reached both."""
+    return begin.elapsed_time(end) / 1000 if end.query() and begin.query() else None
 
 
 def side_stream(device: torch.device, work: str) -> AbstractContextManager[None]:
@@ -277,8 +278,8 @@ def on_this_device(function: Callable[[], T]) -> Callable[[], T]:
     """Wraps a function so that it runs with the current GPU of the calling thread: a new thread
     starts with the first GPU, and would create a context of some hundred megabytes there.
     """
-    for simulated in list(_simulated.values()):
-        function = simulated.on_this_device(function)
+    for wrap in list(_for_threads):
+        function = wrap(function)
     kind = initialized_accelerator()
     if kind is None:
         return function

@@ -5,10 +5,11 @@ every run here ends: a rank that raises ends the others after a short grace peri
 exceeds its limit is killed, and the error shows what every rank was doing: its traceback, its
 stack, the last lines it printed. One test fails and the suite goes on.
 
-``run_ranks`` forks its ranks from a server that has imported torch and Lightning already, so that a
-rank starts in milliseconds rather than in ten seconds. What this cannot show is what differs
-between freshly started interpreters (the order of a set of strings, say): ``launch_script`` and
-``launch_torchrun`` start real ones.
+Where there is no GPU, ``run_ranks`` forks its ranks from a server that has imported torch and
+Lightning already, so that a rank starts in milliseconds rather than in ten seconds. What this
+cannot show is what differs between freshly started interpreters (the order of a set of strings,
+say): ``launch_script`` and ``launch_torchrun`` start real ones, and so does ``run_ranks`` where
+there is a GPU (see :func:`.workers.start_method`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.testing.workers import (
     RANK_VARIABLES,
     STACK_SIGNAL,
+    added_environment,
     free_port,
     lead_own_group_and_die_with_parent,
+    start_method,
     written_stacks,
 )
 
@@ -289,18 +292,18 @@ class _Rank:
 @contextlib.contextmanager
 def _running(job: _Job) -> Iterator[list[_Rank]]:
     """The started ranks; on leaving, however it comes to that, none is left."""
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(start_method())
     port = free_port()
     ranks: list[_Rank] = []
     try:
         for rank in range(job.world_size):
             ours, theirs = context.Pipe()
-            environment = (
-                _clean_environment() | _rank_variables(rank, job.world_size, port) | job.env
-            )
-            process = context.Process(target=_rank_main, args=(theirs, rank, environment, job))
+            variables = _clean_environment() | _rank_variables(rank, job.world_size, port) | job.env
+            process = context.Process(target=_rank_main, args=(theirs, rank, variables, job))
             ranks.append(_Rank(rank, process, ours, job))
-            process.start()
+            # Libraries of a fresh interpreter read some of them when they are imported.
+            with added_environment(variables):
+                process.start()
             theirs.close()
         yield ranks
     finally:
@@ -410,29 +413,19 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @functools.cache
 def warm_server() -> None:
-    """Start the server that ranks are forked from, and wait until it has imported what they need.
+    """Start the server that ranks are forked from, if they are, and wait until it has imported what
+    they need.
 
     It must not initialise CUDA, nor start threads: neither survives a fork.
     """
-    overrides = {
-        "PYTHONPATH": _own_paths(),
-        **FORKED_LATER,
-        "OMP_NUM_THREADS": "1",
-    }
+    if start_method() != "forkserver":
+        return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
-    before = {name: os.environ.get(name) for name in overrides}
-    os.environ.update(overrides)
-    try:
+    with added_environment({**FORKED_LATER, "PYTHONPATH": _own_paths(), "OMP_NUM_THREADS": "1"}):
         process = context.Process(target=_do_nothing)
         process.start()
         process.join()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _own_paths() -> str:
@@ -453,7 +446,7 @@ def _do_nothing() -> None:
 
 
 def _rank_main(
-    connection: mp_connection.Connection, rank: int, environment: dict[str, str], job: _Job
+    connection: mp_connection.Connection, rank: int, variables: dict[str, str], job: _Job
 ) -> NoReturn:
     """The life of a rank: set the stage, call the function, report, wait for the others, leave."""
     started = time.monotonic()
@@ -464,7 +457,7 @@ def _rank_main(
         faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
         _keep_signal_handlers()
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(variables)
 
         report: dict[str, Any]
         try:

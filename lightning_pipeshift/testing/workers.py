@@ -1,9 +1,8 @@
 """Rank processes that do one job after another, with a time limit for each.
 
 With new processes for every run, training many models, or one model many times, would mostly
-consist of importing torch. These processes are forked once, from a server that has imported
-everything, and reused. A job that raises, dies or hangs ends all of them; the next job gets new
-ones.
+consist of importing torch. These processes are started once (:func:`start_method` says how), and
+reused. A job that raises, dies or hangs ends all of them; the next job gets new ones.
 """
 
 from __future__ import annotations
@@ -26,11 +25,15 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.errors import PipeShiftError
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -61,6 +64,38 @@ _STACKS_SECONDS = 20.0
 
 # The range of ports, and the number of ports for one process.
 _FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 100
+
+
+START_VARIABLE = "PIPESHIFT_TEST_START"
+"""The environment variable that says how to start ranks: see :func:`start_method`."""
+
+
+def start_method() -> str:
+    """How to start ranks, as ``multiprocessing`` calls it; the environment may say it.
+
+    ``"forkserver"`` where there is no accelerator: ranks are forked from a server that has imported
+    what they need, and start in milliseconds. ``"spawn"`` where there is one: fresh interpreters,
+    which take seconds. In a process that sees a GPU, libraries may start threads when they are
+    imported, and autograd starts one for each device; what a thread has locked when its process is
+    forked stays locked in the rank.
+    """
+    with added_environment(FORKED_LATER):
+        default = "spawn" if torch.accelerator.is_available() else "forkserver"
+    return os.environ.get(START_VARIABLE, default)
+
+
+@contextlib.contextmanager
+def added_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which environment variables are set, for processes that start in it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class JobFailedError(Exception):
@@ -108,8 +143,8 @@ class Workers:
 
     Args:
         size: how many.
-        preloaded: names of modules that the server imports before it forks. Its imports for earlier
-            workers of this process remain.
+        preloaded: names of modules that the server imports before it forks, if there is one. Its
+            imports for earlier workers of this process remain.
         folder: the working directory of jobs; by default :attr:`scratch`.
     """
 
@@ -117,7 +152,7 @@ class Workers:
         self._size = size
         self._folder = tempfile.TemporaryDirectory(prefix="pipeshift-workers-")
         self._runs_in = folder or self.scratch
-        self._context = multiprocessing.get_context("forkserver")
+        self._context: Any = multiprocessing.get_context(start_method())
         self._context.set_forkserver_preload(list(preloaded))
         self._processes: list[Any] = []
         self._connections: list[mp_connection.Connection] = []
@@ -183,7 +218,9 @@ class Workers:
             process: Any = self._context.Process(
                 target=_work, args=(theirs, rank, self.scratch, self._runs_in)
             )
-            with _found_by_server():
+            # The server, and a fresh interpreter, find the same modules as this process.
+            path = os.pathsep.join(filter(None, sys.path))
+            with added_environment({**FORKED_LATER, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
                 process.start()
             theirs.close()
             self._processes.append(process)
@@ -277,19 +314,6 @@ def _threads_with_stack_signal(pid: int, field: str) -> set[str]:
     return found
 
 
-@contextlib.contextmanager
-def _found_by_server() -> Iterator[None]:
-    """Context in which a starting server finds the same modules as this process."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-
-
 def free_port() -> int:
     """A port that no other process takes before it is bound.
 
@@ -343,8 +367,8 @@ def _bound(port: int, beside_ended: bool = False) -> socket.socket | None:
 
 
 def lead_own_group_and_die_with_parent() -> None:
-    """Makes this process lead a process group, and end together with the server that forked it,
-    which ends with the process that started the server.
+    """Makes this process lead a process group, and end together with its parent: the process that
+    starts ranks, or the server that forks them, which ends with that process.
     """
     os.setsid()
     if sys.platform == "linux":
@@ -385,9 +409,6 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     signal.signal = keep_stack_signal  # type: ignore[assignment]
-
-    import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -59,9 +59,9 @@ class CodeBytes(OperationMode):
     def _is_counted_elsewhere(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or isinstance(value, Placeholder):
             return True
-        address = address_of(value)
-        if self._table.is_there_anyway(address, self._left_out):
+        if self._table.is_there_anyway(value, self._left_out):
             return True
+        address = address_of(value)
         # The same memory, and not other memory at the same address.
         before = self._saved_before.get(address)
         return before is not None and self._observer.known.get(address) is before

@@ -168,7 +168,8 @@ class Stopwatch:
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     # The last run, when the device is warm: each operation is timed.
                     if repeat == _REPEATS - 1:
-                        table = SavedTable(left_out=self._stand_ins(leaves, made_up))
+                        stand_ins = self._stand_ins(leaves, made_up)
+                        table = SavedTable(left_out=stand_ins, device=self._device)
                         run = LayerCall(gate, args, kwargs, table, observer).run
                     try:
                         output, seconds = self._seconds(run)

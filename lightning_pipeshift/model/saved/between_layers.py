@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
 from lightning_pipeshift.model.trace.placeholder import Placeholder
@@ -57,7 +56,7 @@ class BetweenLayers:
             return tensor
         number, self._number = self._number, self._number + 1
         if self._observer is not None:
-            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
+            is_there = self._table.is_there_anyway(tensor, self._resident)
             maker = f"code {'in front' if number < BEHIND else 'behind'}"
             self._observer.note(tensor, self._layer, number, maker, is_there)
         return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)

@@ -98,7 +98,7 @@ class LayerCall:
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
         if origins is not None and self._observer is not None:
-            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
+            is_there = self._table.is_there_anyway(tensor, self._resident)
             maker, seconds = origins.maker_of(tensor), origins.seconds_of(tensor)
             self._observer.note(tensor, self.gate.index, number, maker, is_there, seconds)
         return self._save(tensor, number)

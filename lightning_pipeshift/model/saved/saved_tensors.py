@@ -254,12 +254,18 @@ class SavedTable:
         microbatch: its number.
         keeper: decides where blocks are; ``None``: they remain on the device.
         left_out: addresses of memory that is in use anyway: the batch's.
+        device: whose memory counts; ``None``: any.
     """
 
     def __init__(
-        self, microbatch: int = 0, keeper: Keeper[Any] | None = None, left_out: Iterable[int] = ()
+        self,
+        microbatch: int = 0,
+        keeper: Keeper[Any] | None = None,
+        left_out: Iterable[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         self._microbatch = microbatch
+        self._device = device
         self._keeper = keeper
         self._left_out = frozenset(left_out)
         # By address, as long as the block is here: the address of freed memory is reused.
@@ -285,8 +291,13 @@ class SavedTable:
         use = partial(Saved, tensor)
         return self._counted(tensor, layer, number, resident, use, makes_room)
 
-    def is_there_anyway(self, address: int, resident: Set[int] = frozenset()) -> bool:
-        """Whether memory need not be counted: it is the batch's, or resident."""
+    def is_there_anyway(self, tensor: Tensor, resident: Set[int] = frozenset()) -> bool:
+        """Whether a tensor's memory need not be counted: it is the batch's, or resident, or not the
+        device's. Attention on a GPU saves the seed of its dropout in host memory.
+        """
+        if self._device is not None and tensor.device.type != self._device.type:
+            return True
+        address = address_of(tensor)
         return address in resident or address in self._left_out
 
     def make_room(self, num_bytes: int, layer: int) -> None:
@@ -321,13 +332,15 @@ class SavedTable:
         if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
             return use(None)
         address = address_of(tensor)
-        if not address or self.is_there_anyway(address, resident):
+        if not address or self.is_there_anyway(tensor, resident):
             return use(None)
         known = self._references.get(address)
         reference = known() if known is not None else None
         if reference is not None:
             with keeper.lock:
-                if reference.block.memory() is not None:
+                memory = reference.block.memory()
+                # It may have come back to another address since.
+                if memory is not None and address_of(memory) == address:
                     keeper.also(reference.block, layer, number)
                     return use(reference)
         if makes_room:
@@ -375,7 +388,7 @@ class Observer:
         self.of_inputs[gate.index] = bytes_of(
             leaf
             for leaf in leaves_of((args, kwargs))
-            if isinstance(leaf, Tensor) and not table.is_there_anyway(address_of(leaf))
+            if isinstance(leaf, Tensor) and not table.is_there_anyway(leaf)
         )
         self.of_layers[gate.index] = [
             tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside

@@ -61,9 +61,7 @@ class Waiting:
         """
         launcher = os.environ.get(LAUNCHER)
         if launcher is not None and os.name == "posix" and os.getppid() != int(launcher):
-            raise StageFailedError(
-                "The process that has started this rank (a rank itself) has ended."
-            )
+            raise StageFailedError("The rank that has started this one has ended.")
         seconds = time.monotonic() - self._began
         if seconds > self._timeout:
             raise StageFailedError(

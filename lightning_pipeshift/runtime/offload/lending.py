@@ -219,7 +219,7 @@ class Borrower:
         self._numbers = itertools.count()
         # Guards all attributes below, and the bytes above.
         self._changed = threading.Condition()
-        self._device = device
+        self.device = device
         self._address = address
         self._say = say
         # The lender's buffers that this process has opened, by their numbers.
@@ -261,7 +261,7 @@ class Borrower:
         try:
             buffer = self._buffer(key, block.numel())
             if buffer is not None:
-                copy(buffer, block, self._device)
+                copy(buffer, block, self.device)
                 self.num_direct += 1
             else:
                 self._lanes(_THERE, False).send_tensor(block, self.stage)
@@ -297,7 +297,7 @@ class Borrower:
             self._opened.pop(number, None)
         if opening.handle is not None:
             try:
-                self._opened[opening.number] = opened(opening.handle, self._device)
+                self._opened[opening.number] = opened(opening.handle, self.device)
             except (OSError, RuntimeError) as error:
                 self._address = None
                 self._say_why(error)
@@ -320,14 +320,14 @@ class Borrower:
                 self._changed.wait()
             buffer = self._arrived.pop(key)
         if buffer is not None:
-            copy(block, buffer, self._device)
+            copy(block, buffer, self.device)
             self._ask(key, is_wanted=False)
             return
         lane = self._ask(key, is_wanted=True)
         if block.device.type == "cpu":
             lane.receive_into(block, self.stage)
         else:
-            copy(block, lane.receive_tensor(block, self.stage), self._device)
+            copy(block, lane.receive_tensor(block, self.stage), self.device)
 
     def forget(self, key: Key) -> None:
         """Lets the lender free a part, which may still be on its way there."""
@@ -445,15 +445,14 @@ class _RemoteBlock:
         done: Done,
     ) -> Ticket:
         """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
-        device = whole.device
-        is_ready = record_event(device)
+        is_ready = record_event(whole.device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
             blocks = [block]
 
             def work() -> None:
                 is_ready.synchronize()
-                with aside(device):
+                with aside(borrower.device):
                     # Not held any longer: `then` may allocate as much again.
                     act(borrower, key, blocks.pop())
                 # On the compute stream: the store may start to fetch another block.

@@ -104,6 +104,9 @@ class SharedBufferPool(BufferPool):
         handle: Any = None
         number = self._numbers.get(buffer.data_ptr())
         if number is None:
+            # Allocating it may have written to it (torch's deterministic mode). Only messages order
+            # the work of two processes, so what they tell of must be complete.
+            record_event(self.device).synchronize()
             handle = self._handle(buffer)
             if handle is None:
                 return None

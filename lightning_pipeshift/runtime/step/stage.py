@@ -461,7 +461,8 @@ class Stage:
     def _table(self, held: _InFlight) -> SavedTable:
         if not held.step.looks_at_saved or not torch.is_grad_enabled():
             return SavedTable()
-        return SavedTable(held.number, held.step.store, addresses_of(held.microbatch.batch))
+        batch = addresses_of(held.microbatch.batch)
+        return SavedTable(held.number, held.step.store, batch, self._channels.device)
 
     def send_payload(self, held: _InFlight) -> None:
         """Sends the payload of the boundary after this stage's layers."""

@@ -385,6 +385,24 @@ def test_the_batch_is_left_out() -> None:
     assert keeper.found == []
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_in_other_memory_than_the_devices_stays_there(device: str) -> None:
+    """Attention on a GPU saves the seed of its dropout in host memory."""
+    keeper, observer = Shelf(), Observer()
+    table = SavedTable(0, keeper, device=torch.device(device))
+    gate = Gate("layer", Own(), 0, CurrentPass())
+    x = torch.randn(3, 6, requires_grad=True)
+    y = LayerCall(gate, (x,), {}, table, observer).run()
+    if device == "cpu":
+        assert keeper.put_away()
+        assert observer.num_bytes
+    else:
+        assert keeper.found == []
+        assert observer.num_bytes == 0
+    y.sum().backward()
+    assert x.grad is not None
+
+
 def lazy() -> dict[str, Tensor]:
     numbers = torch.arange(4.0)
     z = torch.complex(numbers, numbers + 1)
@@ -479,7 +497,7 @@ def test_blocks_are_dropped_as_the_backward_goes() -> None:
     assert y.shape == (4,)
 
 
-@pytest.mark.parametrize("ending", ["dropped", "away"])
+@pytest.mark.parametrize("ending", ["dropped", "away", "back elsewhere"])
 def test_memory_that_comes_again_under_the_same_address_is_another_block(ending: str) -> None:
     keeper = Shelf()
     table = SavedTable(0, keeper)
@@ -490,9 +508,11 @@ def test_memory_that_comes_again_under_the_same_address_is_another_block(ending:
         assert keeper.dropped == [0]
     else:
         keeper.put_away()
+    if ending == "back elsewhere":
+        keeper.bring_back()
     second = table.save(at(memory).fill_(2), 1, 4, NOTHING)
     assert keeper.found == [(0, 0, 0, 24), (0, 1, 4, 24)]
-    assert keeper.put_away() == 1
+    assert keeper.put_away() == 1 + (ending == "back elsewhere")
     at(memory).fill_(3)
     if first is not None:
         assert first.get().tolist() == [1.0] * 6

@@ -20,11 +20,11 @@ class Forgetful:
     """
 
     def __init__(self, event: Any, method: str) -> None:
-        self._event = event
+        self._remembered = event
         self._method = method
 
     def __getattr__(self, name: str) -> Any:
-        return (lambda: True) if name == self._method else getattr(self._event, name)
+        return (lambda: True) if name == self._method else getattr(self._remembered, name)
 
 
 def forget(

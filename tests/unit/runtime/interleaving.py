@@ -73,6 +73,11 @@ class Interleaving:
 
         threading.Thread(target=run, name=name, daemon=True).start()
 
+    @property
+    def current(self) -> object:
+        """Identifies the task that runs."""
+        return self._current
+
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
         """Lets others run; returns when it is this task's turn and a condition holds."""
         task = self._current

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -28,6 +29,9 @@ from lightning_pipeshift.testing.ranks import (
     launch_torchrun,
     run_ranks,
 )
+from lightning_pipeshift.testing.workers import START_VARIABLE, start_method
+
+forked = pytest.mark.skipif(start_method() != "forkserver", reason="with a GPU no rank is forked")
 
 
 def own_rank() -> int:
@@ -73,6 +77,7 @@ def parent_and_modules() -> tuple[int, bool]:
     return os.getppid(), "transformers.models.t5.modeling_t5" in sys.modules
 
 
+@forked
 def test_ranks_are_forked_from_one_process_that_has_imported_what_takes_long() -> None:
     found = {each for _ in range(3) for each in run_ranks(parent_and_modules, 4)}
     ((_, has_imported),) = found
@@ -87,6 +92,7 @@ def modules_and_threads() -> tuple[bool, int, int]:
     )
 
 
+@forked
 def test_ranks_of_these_tests_start_with_filled_caches_and_one_thread() -> None:
     # A server skips what it cannot import, without a word.
     ((is_quick, num_threads, num_frozen),) = run_ranks(modules_and_threads, 1)
@@ -377,3 +383,62 @@ def test_the_workers_of_a_hanging_torchrun_are_killed_with_their_stacks(
     assert len(pids) == 2
     assert str(caught.value).count("in hang_for_ever") == 2
     assert not still_running(pids)
+
+
+# --- in fresh interpreters, as where there is a GPU ---
+
+
+def unlike_ends() -> tuple[int, bool, str, str]:
+    """Rank 0 returns, rank 1 raises, and rank 2 hangs."""
+    print(f"rank {own_rank()} was here", flush=True)
+    note_pid(f"{own_rank()}", os.getpid())
+    while len(noted_pids(Path.cwd())) < 3:
+        time.sleep(0.01)
+    if own_rank() == 1:
+        raise ZeroDivisionError("a stage that divides by zero")
+    if own_rank() == 2:
+        wait_for_godot()
+    is_quick, num_threads = "tests.quick_start" in sys.modules, os.environ["OMP_NUM_THREADS"]
+    return os.getppid(), is_quick, num_threads, os.environ["HARNESS_TEST"]
+
+
+def test_fresh_interpreters_end_as_forked_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(START_VARIABLE, "spawn")
+    monkeypatch.setenv("HARNESS_TEST", "from the test")
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        run_ranks(lambda: None, 1)
+    zero, one, two = run_ranks(unlike_ends, 3, grace=5.0, expect_failure=True)
+    assert zero.value == (os.getpid(), False, "1", "from the test")
+    assert zero.output == "rank 0 was here\n"
+    assert (one.error_type, one.message) == ("ZeroDivisionError", "a stage that divides by zero")
+    assert "in unlike_ends" in one.traceback
+    assert two.error_type == "Killed"
+    assert "in wait_for_godot" in two.traceback
+
+
+WITH_A_GPU = """
+import os
+import torch
+from lightning_pipeshift.testing import ranks
+from lightning_pipeshift.testing.workers import Workers
+
+if __name__ == "__main__":
+    torch.accelerator.is_available = lambda: True
+    ranks.PRELOADED_MODULES[:] = ["starts_a_thread", "tests.quick_start"]
+    found = set(ranks.run_ranks(os.getppid, 1))
+    with Workers(1, ["starts_a_thread"]) as workers:
+        found.update(workers.run(os.getppid, world_size=1, limit_seconds=200.0))
+    print("their parents:", found == {os.getpid()})
+"""
+
+
+def test_where_there_is_a_gpu_no_rank_is_forked(tmp_path: Path) -> None:
+    """A library that starts a thread when it is imported, as autograd does for each device: a
+    server with such a thread is refused by ``tests/quick_start.py``.
+    """
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(WITH_A_GPU)
+    assert "their parents: True" in launch_script(script).output
