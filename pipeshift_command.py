@@ -8,6 +8,7 @@ nor does ``plan`` for machines that are described in a file.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import types
 
@@ -61,7 +62,12 @@ def main() -> None:
         from lightning_pipeshift.commands.planning import command as run
     else:
         from lightning_pipeshift.commands.cli import main as run
-    run()
+    try:
+        run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`) has enough. Python would write again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _measures(arguments: list[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -102,3 +103,8 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
             " text such as '20GB' or '512 MiB', or 'auto'."
         )
     return number
+
+
+def print_at_once(text: str) -> None:
+    """Prints a message, whatever locks other threads hold."""
+    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))

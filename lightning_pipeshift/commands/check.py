@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "`pipeshift fit` (--config ..., --model..., --data...), and every run trains on the same "
         "batches, the first ones of the training data. It ignores these parts of the "
         "configuration: callbacks, loggers, checkpoints, validation, devices, and several "
-        "virtual machines.",
+        "virtual machines (replicas of the pipeline).",
         epilog="The exit code is 0 if all is equal, 1 if something differs, fails or is refused, "
         "2 if the command or the configuration is invalid.",
         add_help=False,

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -35,7 +35,10 @@ class PipeShiftCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Makes a parser whose help ends with the strategy's arguments."""
+        """Makes a parser whose help ends with the strategy's arguments. A mistake is answered by
+        its message alone, without all of the options, and a checkpoint of a LightningCLI that is
+        made for one class of models is taken for one of the class that is configured.
+        """
         parser: LightningArgumentParser = super().init_parser(**kwargs)
         formatted = parser.format_help
 
@@ -43,6 +46,18 @@ class PipeShiftCLI(LightningCLI):
             return f"{formatted(*given)}\n{_strategy_help()}"
 
         parser.format_help = format_help  # type: ignore[assignment]
+        parser.print_usage = lambda *_: None  # type: ignore[method-assign]
+        parsed = parser.parse_object
+
+        def parse_object(given: Any, base: Any = None, *rest: Any, **options: Any) -> Any:
+            for command, entries in given.items() if base is not None else ():
+                model = entries.get("model") if isinstance(entries, dict) else None
+                configured = getattr(base.get(command), "model", None) or Namespace()
+                if model and "class_path" not in model and "class_path" in configured:
+                    entries["model"] = {"class_path": configured.class_path, "init_args": model}
+            return parsed(given, base, *rest, **options)
+
+        parser.parse_object = parse_object
         return parser
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     for vm, machine in enumerate(machines):
         if len(machines) > 1:
-            print(f"\n════ virtual machine {vm} ".ljust(100, "═"))
+            print(f"\n════ virtual machine {vm} (one replica of the pipeline) ".ljust(100, "═"))
         print(report(machine))
 
 

@@ -111,7 +111,7 @@ def move(arguments: Sequence[str] | None = None) -> None:
         "--virtual-machine",
         type=int,
         metavar="N",
-        help="the virtual machine; by default all",
+        help="the virtual machine (one replica of the pipeline); by default all",
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="how long to wait for an answer"
@@ -185,7 +185,11 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     layers_text(stage["layers"]),
                 ]
             )
-        lines += ["", f"virtual machine {vm} (seconds per microbatch)", *table(rows)]
+        lines += [
+            "",
+            f"virtual machine {vm} (one replica of the pipeline; seconds per microbatch)",
+            *table(rows),
+        ]
     if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
         lines.append("\nTheir speed is measured if layers are watched, and takes some steps.")
     if status.get("waits"):

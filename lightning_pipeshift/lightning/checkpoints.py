@@ -36,6 +36,7 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
+from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,7 @@ class Checkpoints:
             or pipeline.late_updates.is_pending
         )
 
+    @purpose("a checkpoint's saving")
     def save(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None, is_first: bool
     ) -> None:
@@ -212,6 +214,7 @@ class Checkpoints:
             self.connect()
             self._plugin().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
+    @purpose("a checkpoint's gathering")
     def module_state(self, module: pl.LightningModule, is_first: bool) -> dict[str, Any]:
         """The whole state on the first rank; on other ranks, tensors that they do not hold are meta
         tensors. For a sharded checkpoint, the part that this rank saves.
@@ -231,6 +234,7 @@ class Checkpoints:
         home = _home(replicas)
         return state_dict if home is None else gather_state(holdings, state_dict, home)
 
+    @purpose("a checkpoint's gathering")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on the first rank, in torch's own format. For a sharded checkpoint, the
         part that this rank saves.
@@ -252,6 +256,7 @@ class Checkpoints:
 
     # --- loading ---
 
+    @purpose("a checkpoint's loading")
     def load(
         self,
         path: Any,

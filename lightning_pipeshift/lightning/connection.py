@@ -30,11 +30,11 @@ from lightning_pipeshift.runtime.comm.backends import (
     backends,
     device_of,
     payload_backend,
-    store_of_this_start,
 )
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import gathered
+from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -42,7 +42,11 @@ from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_
 from lightning_pipeshift.runtime.comm.turns import Turns
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
-from lightning_pipeshift.runtime.liveness.stalls import STACKS, print_stacks_on_a_signal
+from lightning_pipeshift.runtime.liveness.stalls import (
+    STACKS,
+    print_stacks_on_a_signal,
+    purpose,
+)
 from lightning_pipeshift.runtime.planning.probe import found_here, with_speeds
 from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
 
@@ -139,6 +143,11 @@ class Connection:
         collective calls return this rank's own value.
         """
         return self._replicas is not None and dist.is_initialized()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank has been connected to the others, which then know when it ends."""
+        return self._board is not None
 
     @property
     def replicas(self) -> Replicas:
@@ -280,7 +289,6 @@ class Connection:
             place.world_size,
             place.environment.main_address,
             place.environment.main_port,
-            self._options.timeout or default_pg_timeout,
         )
         board = FailureBoard(place.rank, mesh, self._options.heartbeat_timeout)
         # What is opened up to the end of the setup is for this job.
@@ -356,11 +364,13 @@ class Connection:
 
     # --- collective calls: of every rank ---
 
+    @purpose("a barrier")
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.is_open:
             self.replicas.world.sum(torch.zeros(1))
 
+    @purpose("a broadcast")
     def broadcast(self, value: T, source: int) -> T:
         """The value of one rank."""
         if not self.is_open:
@@ -386,6 +396,7 @@ class Connection:
             return tensor
         return torch.stack(self.replicas.gather_tensor(tensor))
 
+    @purpose("a decision of all ranks")
     def agree(self, decision: bool, all_of_them: bool) -> bool:
         """Whether all ranks decide so, or any."""
         if not self.is_open:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_pipeshift.compat.lightning_private import (
@@ -19,7 +20,8 @@ from lightning_pipeshift.compat.lightning_private import (
     SubprocessScriptLauncher,
     start_children,
 )
-from lightning_pipeshift.runtime.liveness.failure import print_at_once
+from lightning_pipeshift.runtime.comm.meeting import LAUNCHER
+from lightning_pipeshift.text import print_at_once
 
 _POLL_SECONDS: Final = 0.5
 # How long the ranks may take to end each other by themselves, and to print the reason.
@@ -30,9 +32,25 @@ class Launcher(SubprocessScriptLauncher):
     """Lightning's launcher, except for what happens when a process ends with an error.
 
     Lightning then kills all others within 5 seconds, before they have printed the reason. Here the
-    ranks notice by themselves; a rank that has not ended some seconds later is killed, for example
-    one that waits for a rank that ended before they were connected.
+    ranks notice by themselves, once they are connected; a rank that has not ended some seconds
+    later is killed. A process that ends before is noticed here, and the others are killed at once.
+
+    Args:
+        cluster_environment: as for Lightning's launcher.
+        num_processes: likewise.
+        num_nodes: likewise.
+        has_met: returns whether this rank is connected to the others.
     """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        has_met: Callable[[], bool],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._has_met = has_met
 
     def launch(
         self,
@@ -53,13 +71,23 @@ class Launcher(SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
+            os.environ[LAUNCHER] = str(os.getpid())
             start_children(self)
+            del os.environ[LAUNCHER]
             first = self.cluster_environment.node_rank() * self.num_processes + 1
             watching = threading.Thread(
-                target=_watch, args=(self.procs, first), name="launcher", daemon=True
+                target=_watch,
+                args=(self.procs, first, self._has_met),
+                name="launcher",
+                daemon=True,
             )
             watching.start()
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            if not self._has_met():
+                _kill(self.procs)
+            raise
 
 
 class NotebookLauncher(MultiProcessingLauncher):
@@ -80,29 +108,38 @@ class NotebookLauncher(MultiProcessingLauncher):
         return super().launch(*args, **kwargs)
 
 
-def _watch(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:
+def _watch(
+    children: Sequence[subprocess.Popen[Any]], first_rank: int, has_met: Callable[[], bool]
+) -> None:
     """Ends this process and its children, if one has ended with an error and the others do not.
 
     Args:
         children: the processes.
         first_rank: that of the first of them.
+        has_met: returns whether the ranks are connected.
     """
-    while True:
+    failed = None
+    while failed is None:
         time.sleep(_POLL_SECONDS)
         codes = [child.poll() for child in children]
-        if all(code == 0 for code in codes):
+        if all(code == 0 for code in codes) and has_met():
             return
-        failed = next((number for number, code in enumerate(codes) if code), None)
-        if failed is not None:
-            break
+        # Before the ranks are connected, none may end, whatever its code.
+        ends = (n for n, code in enumerate(codes) if code or (code == 0 and not has_met()))
+        failed = next(ends, None)
+    grace = _GRACE_SECONDS if has_met() else _POLL_SECONDS
     # If this process ends meanwhile, so does this thread.
-    time.sleep(_GRACE_SECONDS)
+    time.sleep(grace)
+    _kill(children)
+    print_at_once(
+        f"The process of rank {first_rank + failed} ended with exit code {codes[failed]}, and"
+        f" {grace:g} s later the other ranks of this host had not ended by themselves: they are"
+        " killed. See the output of that rank."
+    )
+    os._exit(1)
+
+
+def _kill(children: Sequence[subprocess.Popen[Any]]) -> None:
     for child in children:
         with suppress(OSError):
             child.kill()
-    print_at_once(
-        f"The process of rank {first_rank + failed} ended with exit code"
-        f" {codes[failed]}, and {_GRACE_SECONDS:g} s later the other ranks of this host had not"
-        " ended by themselves: they are killed. See the output of that rank."
-    )
-    os._exit(1)

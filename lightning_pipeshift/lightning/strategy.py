@@ -33,7 +33,7 @@ from lightning_pipeshift.compat.lightning_private import (
     use_distributed_sampler,
     uses_distributed_sampler,
 )
-from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.errors import ConfigurationError, PlanError, StageFailedError
 from lightning_pipeshift.lightning.auto_numbers import chosen
 from lightning_pipeshift.lightning.checkpoints import Checkpoints, with_inner_plugin
 from lightning_pipeshift.lightning.checks import (
@@ -91,12 +91,12 @@ class PipeShiftStrategy(ParallelStrategy):
     PipeDream-Flush, 2021, section 3.2).
 
     Args:
-        virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
-            own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. By default one, or as
-            many as ``partition`` or ``plan`` has. ``"auto"``: the planner chooses. Where no ranks
-            are named, the planner chooses their order, if it also chooses the cuts.
-        microbatches: the number of slices of a batch; by default four for each stage, and 1 with an
-            asynchronous schedule. ``"auto"``: the planner chooses.
+        virtual_machines: how many virtual machines (replicas of the pipeline) train in parallel; or
+            the ranks of each in stage order, ``[[0, 2], [1, 3]]``. By default one, or as many as
+            ``partition`` or ``plan`` has. ``"auto"``: the planner chooses. Where no ranks are
+            named, the planner chooses their order, if it also chooses the cuts.
+        microbatches: the number of slices of a batch; by default four for each stage, and 1
+            with a single stage or an asynchronous schedule. ``"auto"``: the planner chooses.
 
             Results depend on both numbers, so ``"auto"`` chooses once, before the first batch of
             ``fit``, by a short measurement of the layers (on a batch from a copy of the training
@@ -510,7 +510,12 @@ class PipeShiftStrategy(ParallelStrategy):
             # A notebook is no script that could be run again: the other ranks are copies of it.
             self._launcher = NotebookLauncher(self)
         else:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                lambda: self._connection.has_met,
+            )
 
     def set_world_ranks(self) -> None:
         """Takes rank and world size from the launcher, or computes them if it sets none."""
@@ -861,6 +866,9 @@ class PipeShiftStrategy(ParallelStrategy):
                 self._fail(handled)
 
     def _fail(self, exception: BaseException) -> None:
+        if isinstance(exception, StageFailedError):
+            # Another rank's failure is not explained by where this one was: the reason counts.
+            exception.__traceback__ = None
         if self._connection.announce(exception):
             if self._run is not None:
                 self._run.release()

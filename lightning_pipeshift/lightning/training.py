@@ -239,6 +239,13 @@ class TrainingSteps:
         if not is_asked or not pipeline.has_plan or pipeline.channels.num_stages == 1:
             return
         plan, lines = pipeline.plan, []
+        if pipeline.settings.microbatches is None and pipeline.settings.plan is None:
+            number = plan.microbatches
+            lines.append(
+                f"a batch is cut into {number} microbatches: the default, which depends on the"
+                " number of stages, and results depend on it. Set `PipeShiftStrategy(microbatches="
+                f"{number})` for the same results on other numbers of devices."
+            )
         for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
             rows = [["stage", "rank", "host", "parameters", "layers"]]
             for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):
@@ -247,7 +254,10 @@ class TrainingSteps:
                 rows.append(
                     [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
                 )
-            lines += [f"the stages of virtual machine {vm}", *table(rows)]
+            lines += [
+                f"the stages of virtual machine {vm} (one replica of the pipeline)",
+                *table(rows),
+            ]
         self._say("\n".join(lines))
 
     # --- as AsynchronousTraining does otherwise ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,22 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.runtime.comm.backends import _agreed_name
+from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.runtime.comm import meeting
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject
+from lightning_pipeshift.runtime.comm.meeting import (
+    Waiting,
+    agreed_name,
+    store_of_this_start,
+)
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_transparency import Pipelined, fit
 from tests.end_to_end.test_unmodified import FewLayers, build
 from tests.models import points
 
-SOON = timedelta(seconds=LIMIT_SECONDS)
-
 
 def agree(store: dist.Store, world_size: int) -> set[str]:
     with ThreadPoolExecutor(world_size) as ranks:
         names = [
-            ranks.submit(_agreed_name, store, rank, world_size, SOON) for rank in range(world_size)
+            ranks.submit(agreed_name, store, rank, world_size, Waiting(LIMIT_SECONDS, "here"))
+            for rank in range(world_size)
         ]
         return {name.result() for name in names}
 
@@ -43,11 +48,54 @@ def test_every_start_has_a_name_of_its_own() -> None:
 
 def test_what_a_dead_rank_asked_is_not_taken_for_a_living_one() -> None:
     store = dist.HashStore()
-    with pytest.raises(dist.DistStoreError):
-        _agreed_name(store, 1, 2, timedelta(seconds=0.2))
-    with pytest.raises(StageFailedError, match=r"Rank\(s\) 1 did not connect within 0\.5 s"):
-        _agreed_name(store, 0, 2, timedelta(seconds=0.5))
+    with pytest.raises(StageFailedError, match=r"Rank 0 did not connect at here within 0\.2 s"):
+        agreed_name(store, 1, 2, Waiting(0.2, "here"))
+    with pytest.raises(StageFailedError, match=r"Rank\(s\) 1 did not connect at here within 0\.5"):
+        agreed_name(store, 0, 2, Waiting(0.5, "here"))
     assert len(agree(store, 2)) == 1
+
+
+def test_a_rank_that_fails_while_others_wait_for_a_late_one_ends_them() -> None:
+    """Rank 2 does not come; rank 0 gives up first, and rank 1 hears its reason."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        found = [
+            ranks.submit(agreed_name, store, rank, 3, Waiting(limit, "here"))
+            for rank, limit in enumerate((0.5, LIMIT_SECONDS))
+        ]
+        for rank in found:
+            with pytest.raises(StageFailedError, match=r"Rank\(s\) 2 did not connect at here"):
+                rank.result()
+
+
+def test_a_rank_that_came_and_vanished_is_told_from_one_that_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting, "GONE_SECONDS", 0.5)
+    store = dist.HashStore()
+    store.set("pipeshift/asks/1", "ask")
+    with ThreadPoolExecutor(1) as ranks:
+        found = ranks.submit(agreed_name, store, 0, 3, Waiting(LIMIT_SECONDS, "here"))
+        store.wait(["pipeshift/answer/ask"])
+        # It takes its answer, and is never heard again.
+        store.set(f"pipeshift/taken/ask/{store.get('pipeshift/answer/ask').decode()}", "0")
+        with pytest.raises(StageFailedError, match=r"Rank 1 ended, or stopped,.*Rank\(s\) 2 had"):
+            found.result()
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "words"),
+    [
+        (0, ConfigurationError, "another program uses that port. Set the environment variable"),
+        (1, StageFailedError, "does not answer as a store does"),
+    ],
+)
+def test_another_program_listens_where_the_ranks_are_to_meet(
+    rank: int, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "GONE_SECONDS", 0.5)
+    with socket.create_server(("", 0)) as listener, pytest.raises(error, match=words):
+        store_of_this_start(rank, 2, "127.0.0.1", listener.getsockname()[1], timedelta(hours=1))
 
 
 def train_and_drop() -> None:

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_pipeshift.commands.brief_errors import without_traceback
 from lightning_pipeshift.commands.cli import main
@@ -77,8 +80,70 @@ def test_an_error_of_the_command_is_one_message() -> None:
     launched = launch_script(COMMAND, *WRONG, check=False)
     assert launched.returncode == 2
     assert launched.output.count("pipeshift: error: ") == 1
-    assert "the partition [1, 2, 3] of virtual machine 0 has 3 counts" in launched.output
+    assert "the partition [1, 2, 3] of virtual machine 0 (one replica" in launched.output
     assert "Traceback" not in launched.output
+
+
+@pytest.mark.parametrize("mistake", ["--modle=x", "--trainer.devcies=2"])
+def test_a_mistyped_option_is_a_line(mistake: str) -> None:
+    (outcome,) = run_ranks(run_command, 1, ["fit", mistake], expect_failure=True)
+    assert (outcome.error_type, outcome.message) == ("SystemExit", "2")
+    tip, error = outcome.output.strip().splitlines()[-2:]
+    assert "pipeshift fit --help" in tip
+    assert mistake.partition("=")[0] in error
+    assert "usage:" not in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+class Wide(BoringModel):
+    """Has an argument, which its checkpoints keep."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_test_end(self) -> None:
+        print("tested with the width", self.hparams["width"])
+
+
+def save_with_own_command_and_test(path: str) -> None:
+    """The script's LightningCLI names the class itself, and `pipeshift` has it as an option."""
+    common = {"accelerator": "cpu", "devices": 1, "logger": False, "barebones": False}
+    common |= {"enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 1}
+    own = LightningCLI(
+        Wide,
+        BoringDataModule,
+        run=False,
+        trainer_defaults=common,
+        save_config_callback=None,
+        args=["--model.width=5"],
+    )
+    own.trainer.fit(own.model, own.datamodule)
+    own.trainer.save_checkpoint(path)
+    model, data = (
+        f"--model={__name__}.Wide",
+        f"--data={BoringDataModule.__module__}.BoringDataModule",
+    )
+    run_command(
+        [
+            "test",
+            model,
+            data,
+            f"--ckpt_path={path}",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=1",
+            "--trainer.logger=false",
+        ]
+    )
+
+
+def test_a_checkpoint_of_ones_own_command(tmp_path: Path) -> None:
+    code = (
+        f"from {__name__} import save_with_own_command_and_test as run\n"
+        f"run({str(tmp_path / 'own.ckpt')!r})"
+    )
+    launched = launch_script(code, env={"PYTHONPATH": str(ROOT)})
+    assert "tested with the width 5" in launched.output
 
 
 def test_debug_shows_all_of_it() -> None:
@@ -109,6 +174,9 @@ def test_a_rank_that_is_killed_under_lightnings_launcher_is_named() -> None:
     assert launched.returncode == 1
     assert "(rank 1 on " in launched.output
     assert "ended without an error message" in launched.output
+    traceback = [line for line in launched.output.splitlines() if line.startswith("[rank0]")]
+    assert traceback
+    assert len(traceback) <= 10, "\n".join(traceback)
 
 
 def test_a_rank_that_ends_before_the_ranks_are_connected() -> None:

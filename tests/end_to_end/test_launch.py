@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +193,36 @@ def test_a_failing_rank_ends_the_script_with_its_reason(launcher: str) -> None:
         launched = launch_torchrun(FAILING, 2, arguments, check=False)
     assert launched.returncode != 0
     assert "the coffee is cold" in launched.output
+
+
+# Ends when every process that the script has started has closed its output.
+WITH_ALL_ITS_PROCESSES = """
+import subprocess, sys
+found = subprocess.run([sys.executable, *sys.argv[1:]], capture_output=True, text=True)
+print(found.stdout, found.stderr)
+sys.exit(found.returncode)
+"""
+
+BEFORE_THEY_MEET = SCRIPT.replace(
+    "arguments = json.loads(sys.argv[1])",
+    """
+    import os
+    arguments = json.loads(sys.argv[1])
+    if arguments.pop("ends") and os.environ.get("LOCAL_RANK") == "1":
+        sys.exit("the coffee is cold")
+    """.strip(),
+)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_they_are_connected_ends_all(rank: int, tmp_path: Path) -> None:
+    """Without it, the others wait for half an hour."""
+    (tmp_path / "train.py").write_text(BEFORE_THEY_MEET)
+    arguments = [str(tmp_path / "train.py"), json.dumps({"devices": 2, "ends": rank == 1})]
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1] if rank == 0 else free_port()
+        environment = {"MASTER_PORT": str(port)}
+        launched = launch_script(WITH_ALL_ITS_PROCESSES, *arguments, check=False, env=environment)
+    assert launched.returncode == 1
+    words = "another program uses that port" if rank == 0 else "process of rank 1 ended with exit"
+    assert words in launched.output

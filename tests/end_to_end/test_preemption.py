@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftCheckpointIO
+from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.testing.ranks import launch_script, launch_torchrun, run_ranks
 from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import built, on_rank, parameters_of, quiet_trainer
@@ -202,3 +204,47 @@ def test_a_host_that_is_taken_away_leaves_the_others_to_go_on() -> None:
     assert len(both) > 3
     assert alone
     assert "DONE 1 200" in output
+
+
+class SavesAlone(L.Callback):
+    """The first rank saves, and the others go on to the next step: both wait for good. Then one of
+    them gets a signal.
+    """
+
+    def __init__(self, rank: int, number: int) -> None:
+        self.rank, self.number = rank, number
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank:
+            threading.Timer(1.0, os.kill, (os.getpid(), self.number)).start()
+        if trainer.is_global_zero:
+            trainer.save_checkpoint("alone.ckpt")
+
+
+def wait_for_good(how: Any, rank: int, number: int) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer = quiet_trainer(how, callbacks=[SavesAlone(rank, number)], max_epochs=1)
+    with pytest.raises((SystemExit, StageFailedError)) as caught:
+        trainer.fit(built(SequentialMLP), data())
+    error = caught.value
+    return str(error.code if isinstance(error, SystemExit) else error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_ranks_that_wait_for_what_never_comes(
+    rank: int, number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, Python's handlers never run, as both wait in gloo."""
+    monkeypatch.chdir(tmp_path)
+    strategy = {"microbatches": 4, "partition": "uniform"}
+    results = run_ranks(on_rank, 2, wait_for_good, strategy, (rank, int(number)), {})
+    assert results[rank] == ("143" if number == signal.SIGTERM else "1")
+    # The second rank waits for a vote by then, in short waits, or for a payload.
+    reason = rf"got {number.name}, and ends, as it waits for (.*)|failed first: KeyboardInterrupt"
+    found = re.search(reason, results[1 - rank])
+    assert found, results[1 - rank]
+    if rank == 0:
+        assert "a checkpoint's gathering (" in found[0]
+        assert "test_preemption.py:" in found[0]
+    assert not any(tmp_path.iterdir())

@@ -179,6 +179,26 @@ def outside(tmp_path: Path) -> Any:
     found.close()
 
 
+def test_the_reader_of_a_command_may_leave() -> None:
+    """As `head` does: `pipeshift timeline RUN.json | head`."""
+    code = (
+        "import sys, pipeshift_command\n"
+        "sys.argv = ['pipeshift', 'timeline']\n"
+        "pipeshift_command._leave_out_package_code()\n"
+        "import lightning_pipeshift.commands.timeline as timeline\n"
+        "timeline.main = lambda: print(('x' * 100 + chr(10)) * 10**5)\n"
+        "pipeshift_command.main()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.readline()
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0
+
+
 def test_a_request_that_is_not_understood(outside: ControlFiles, tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     for number, text in enumerate(

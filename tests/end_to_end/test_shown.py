@@ -56,7 +56,11 @@ def test_the_stages_are_shown_where_the_model_is(summary: bool) -> None:
     assert second[0] == []
     assert len(first[0]) == int(summary)
     if summary:
-        rows = [line.split() for line in first[0][0].splitlines()]
+        number, *lines = first[0][0].splitlines()
+        assert "cut into 8 microbatches: the default, which depends on the number" in number
+        assert "PipeShiftStrategy(microbatches=8)" in number
+        assert lines[0] == "the stages of virtual machine 0 (one replica of the pipeline)"
+        rows = [line.split() for line in lines]
         assert rows[1] == ["stage", "rank", "host", "parameters", "layers"]
         assert [row[:2] for row in rows[2:]] == [["0", "0"], ["1", "1"]]
         assert rows[2][-1] == "first"

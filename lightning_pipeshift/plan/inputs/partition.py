@@ -18,6 +18,7 @@ def resolve(
     stages_per_vm: tuple[int, ...],
     idle: Collection[int] = (),
     possible: Collection[int] | None = None,
+    names: Sequence[str] = (),
 ) -> Placement:
     """The placement for a user's ``partition``.
 
@@ -29,6 +30,7 @@ def resolve(
         stages_per_vm: how many stages each virtual machine has.
         idle: the layers that no step calls; ``"uniform"`` does not count them.
         possible: the boundaries that may be cut; ``None``: all. A user's own list may cut others.
+        names: those of the layers, for messages.
 
     Raises:
         PartitionError: with the value found, the allowed values and the remedy.
@@ -44,7 +46,7 @@ def resolve(
         )
     counts = _per_virtual_machine(spec, len(stages_per_vm))
     for vm, (stage_counts, num_stages) in enumerate(zip(counts, stages_per_vm, strict=True)):
-        _require_fit(vm, stage_counts, num_layers, num_stages)
+        _require_fit(vm, stage_counts, num_layers, num_stages, names)
     return Placement(counts)
 
 
@@ -74,8 +76,10 @@ def _per_virtual_machine(
     return tuple(map(tuple, items))
 
 
-def _require_fit(vm: int, counts: tuple[int, ...], num_layers: int, num_stages: int) -> None:
-    found = f"the partition {list(counts)} of virtual machine {vm}"
+def _require_fit(
+    vm: int, counts: tuple[int, ...], num_layers: int, num_stages: int, names: Sequence[str]
+) -> None:
+    found = f"the partition {list(counts)} of virtual machine {vm} (one replica of the pipeline)"
     for count in counts:
         if type(count) is not int or count < 0:
             raise PartitionError(f"{found} has a {count!r}; a count is a whole number, 0 or more")
@@ -86,7 +90,8 @@ def _require_fit(vm: int, counts: tuple[int, ...], num_layers: int, num_stages: 
             "machine where they differ)"
         )
     if sum(counts) != num_layers:
+        listed = f" ({', '.join(names)})" if names else ""
         raise PartitionError(
-            f"{found} adds up to {sum(counts)} layers; the model has {num_layers}: "
+            f"{found} adds up to {sum(counts)} layers; the model has {num_layers}{listed}: "
             "change the counts until they add up, or use 'auto' or 'uniform'"
         )

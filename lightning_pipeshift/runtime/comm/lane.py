@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.turns import Turns, Urgency
@@ -322,7 +323,14 @@ class Lane:
         """Yields what :meth:`send_values` or :meth:`post_values` sends, name by name; tensors are
         on the CPU. The caller has to exhaust the iterator.
         """
-        for name, head in self.receive_object(source).items():
+        heads = self.receive_object(source)
+        if not isinstance(heads, dict):
+            raise StageFailedError(
+                f"Rank {self.ranks[source]} is elsewhere in the program: this rank collects values"
+                f" of all stages, and got a {type(heads).__name__} instead. Every rank has to call"
+                " `save_checkpoint` and the like, not only `if trainer.is_global_zero`."
+            )
+        for name, head in heads.items():
             if isinstance(head, _Head):
                 yield name, self.receive_tensor(head.like(), source)
             else:

@@ -9,13 +9,20 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.host import process_space
+from lightning_pipeshift.runtime.comm.meeting import (
+    GONE_SECONDS,
+    is_there,
+    read_when_there,
+    telling,
+)
 
 _HELLO: Final = struct.Struct("!32sI")
+_REACH_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.2
 
 
 class Mesh(NamedTuple):
@@ -30,10 +37,8 @@ class Mesh(NamedTuple):
     processes: dict[int, int]
 
 
-def connect_all(
-    store: Any, rank: int, world_size: int, address: str, port: int, timeout: timedelta
-) -> Mesh:
-    """Connects every two ranks; every rank calls this.
+def connect_all(store: Any, rank: int, world_size: int, address: str, port: int) -> Mesh:
+    """Connects every two ranks, all of which have come; every rank calls this.
 
     Args:
         store: the process group's, under a prefix of this call's own.
@@ -41,16 +46,20 @@ def connect_all(
         world_size: the number of ranks.
         address: that of the run's first host, as the ranks were told.
         port: that of the store, by which a rank finds which of its addresses leads there.
-        timeout: how long to wait for the other ranks.
 
     Raises:
-        StageFailedError: another rank cannot be reached.
+        StageFailedError: another rank cannot be reached, or has ended.
     """
     if world_size == 1:
         return Mesh({}, {})
+    with telling(store):
+        return _connected(store, rank, world_size, address, port)
+
+
+def _connected(store: Any, rank: int, world_size: int, address: str, port: int) -> Mesh:
     if rank == 0:
         store.set("token", secrets.token_hex(16))
-    token = store.get("token")
+    token = read_when_there(store, "token", 0).encode()
     own = _own_address(rank, address, port)
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     found: dict[int, socket.socket] = {}
@@ -59,9 +68,9 @@ def connect_all(
         entry = [own, listener.getsockname()[1], space, os.getpid()]
         store.set(f"at/{rank}", json.dumps(entry))
         for other in range(rank):
-            where = json.loads(store.get(f"at/{other}"))[:2]
+            where = json.loads(read_when_there(store, f"at/{other}", other))[:2]
             try:
-                connection = socket.create_connection(tuple(where), timeout.total_seconds())
+                connection = socket.create_connection(tuple(where), _REACH_SECONDS)
             except OSError as error:
                 raise StageFailedError(
                     f"Rank {rank} cannot reach rank {other} at {where[0]}, port {where[1]}:"
@@ -71,17 +80,20 @@ def connect_all(
                 ) from error
             connection.sendall(_HELLO.pack(token, rank))
             found[other] = connection
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + GONE_SECONDS
+        listener.settimeout(_POLL_SECONDS)
         while len(found) < world_size - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            missing = sorted(set(range(world_size)) - {rank, *found})
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(world_size)) - {rank, *found})
+                # Raises the error of a rank that has failed.
+                is_there(store, "token")
+                if time.monotonic() < deadline:
+                    continue
                 raise StageFailedError(
                     f"Rank(s) {', '.join(map(str, missing))} did not connect to rank {rank} at"
-                    f" {own} within {timeout.total_seconds():g} s. Look at what these processes"
-                    " printed."
+                    f" {own} within {GONE_SECONDS:g} s. Look at what these processes printed."
                 ) from None
             connection.settimeout(5.0)
             said, other = b"", -1
@@ -96,7 +108,7 @@ def connect_all(
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     processes = {}
     for other in found:
-        _, _, others, process = json.loads(store.get(f"at/{other}"))
+        _, _, others, process = json.loads(read_when_there(store, f"at/{other}", other))
         if others == space is not None and process != os.getpid():
             with suppress(OSError, AttributeError):
                 processes[other] = os.pidfd_open(process)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,7 +25,13 @@ from lightning_pipeshift.runtime.comm.mesh import Mesh
 from lightning_pipeshift.runtime.comm.sockets import Opened
 from lightning_pipeshift.runtime.comm.waits import interrupt_waits
 from lightning_pipeshift.runtime.liveness.peers import Peers
-from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.runtime.liveness.stalls import (
+    StallWatch,
+    activity,
+    waiting_text,
+    write_stacks,
+)
+from lightning_pipeshift.text import print_at_once
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The default number of seconds of silence after which a rank is gone."""
@@ -33,6 +40,10 @@ HEARTBEAT_SECONDS: Final = 10.0
 _GRACE_SECONDS: Final = 10.0
 # How long after another rank's error this rank may continue.
 _RESPITE_SECONDS: Final = 1.0
+# How long after a signal this rank may still wait without a sign that the run continues; and how
+# long if other ranks do what it waits for.
+_SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
+_WORK_SECONDS: Final = 20.0
 _MOST_CHARACTERS: Final = 6000
 
 
@@ -86,6 +97,10 @@ class FailureBoard:
         # The error that ended this rank, if it was raised in a thread.
         self._failure: BaseException | None = None
         self._is_closed = False
+        self._signal: int | None = None
+        # When there was a sign of progress since the signal, and what that sign was.
+        self._moved_at = 0.0
+        self._sign: Any = None
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
@@ -96,6 +111,7 @@ class FailureBoard:
                 self._described,
                 lambda: self._count(),
                 self._tick,
+                self._hear_signal,
             )
 
     @property
@@ -160,8 +176,10 @@ class FailureBoard:
         """Starts another run of the same ranks."""
         self.is_running = True
         self._owner = threading.get_ident()
+        self._signal = None
         if self._peers is not None:
             self._peers.resume()
+            self._peers.hear_signals()
 
     def watch_for_stalls(
         self, count: Callable[[], int], timeout: float, stacks: Path | None
@@ -209,6 +227,46 @@ class FailureBoard:
             # No rank has failed; but all would wait for ever.
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
+    def _hear_signal(self, number: int) -> None:
+        if number in _SIGNAL_SECONDS and self._signal is None:
+            self._signal, self._moved_at = number, time.monotonic()
+
+    def _heed_signal(self, peers: Peers) -> None:
+        """Ends this rank's wait after a signal: Python's handler runs only when the wait is over,
+        and after a SIGTERM the run is to end in order, after a step that may never be complete.
+        """
+        now, waits = time.monotonic(), self.waits
+        # In waits for several ranks, the time changes without progress.
+        known = waits if waits is not None and waits[0] is not None else None
+        sign = sum(peers.counts.values()) + self._count(), known
+        if self._signal is None or waits is None or sign != self._sign:
+            self._sign, self._moved_at = sign, now
+            return
+        seconds = now - self._moved_at
+        if seconds < _SIGNAL_SECONDS[self._signal]:
+            peers.ask()
+            return
+        mine = self.activity()
+        others = [json.loads(text) for text in peers.answers.values() if text]
+        is_usual = any(
+            one["purpose"] is not None
+            and (one["waits"] is None or one["purpose"] == mine["purpose"])
+            for one in others
+        )
+        if self._signal == signal.SIGTERM and is_usual and seconds < _WORK_SECONDS:
+            return
+        name = signal.Signals(self._signal).name
+        reason = (
+            f"{self.own_name} got {name}, and ends, as it waits for"
+            f" {waiting_text(mine, self.name_of)}, and nothing has come for {seconds:.0f} s."
+        )
+        is_term = self._signal == signal.SIGTERM
+        self._failure = SystemExit(128 + signal.SIGTERM) if is_term else KeyboardInterrupt()
+        if self._note({"by": self._rank, "reason": reason}):
+            print_at_once(reason)
+        self._is_over = True
+        self._end_waits()
+
     def _hear(self, entry: dict[str, Any]) -> None:
         # With a delay: if all ranks find the same mistake, each should raise the error itself.
         self._note(entry)
@@ -251,6 +309,8 @@ class FailureBoard:
                 self._look_for_stalls(peers)
             with suppress(Exception):
                 self._look_for_trouble()
+            with suppress(Exception):
+                self._heed_signal(peers)
             return
         since = time.monotonic() - self._known_at
         if not self._is_over and since > _RESPITE_SECONDS:
@@ -301,6 +361,7 @@ class FailureBoard:
             BaseException: the error of a thread of this rank.
         """
         if self._failure is not None:
+            self._has_noticed |= threading.get_ident() == self._owner
             raise self._failure
         if self._is_over:
             self._raise(self.read(0.0))
@@ -311,6 +372,7 @@ class FailureBoard:
             yield
         except RuntimeError as error:
             if self._failure is not None:
+                self._has_noticed |= is_owner
                 raise self._failure from None
             if isinstance(error, PipeShiftError):
                 raise
@@ -348,11 +410,6 @@ class FailureBoard:
             if threading.get_ident() == self._owner:
                 self._has_noticed = True
             raise StageFailedError(reason) from None
-
-
-def print_at_once(text: str) -> None:
-    """Prints a message, whatever locks other threads hold."""
-    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
 
 
 def _capitalised(text: str) -> str:

@@ -83,6 +83,7 @@ class Peers:
         describe: returns this rank's current activity; called in the thread.
         count: returns the number of actions that this rank has completed.
         on_tick: called in the thread about every second, with this object.
+        on_signal: called in the thread, with the number of a signal of :meth:`hear_signals`.
     """
 
     def __init__(
@@ -94,13 +95,15 @@ class Peers:
         describe: Callable[[], str] = str,
         count: Callable[[], int] = int,
         on_tick: Callable[[Peers], None] = lambda _: None,
+        on_signal: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.timeout = timeout
         self.answers: dict[int, str] = {}
         """The other ranks' answers to :meth:`ask`, by rank."""
         self._interval = min(1.0, timeout / 10)
         self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
-        self._describe, self._count = describe, count
+        self._describe, self._count, self._on_signal = describe, count, on_signal
+        self._hears_signals = False
         now = time.monotonic()
         self._awake_since = now
         self._processes = mesh.processes
@@ -148,6 +151,22 @@ class Peers:
         """The number of actions that each connected rank had completed at its last message."""
         return {peer.rank: peer.count for peer in self._peers.values() if peer.is_open}
 
+    def hear_signals(self) -> None:
+        """Makes the thread hear the signals that this process handles in Python, even while its
+        main thread, which handles them, waits outside of Python. Only there for the main thread,
+        and unless other code (asyncio) listens to them in the same way.
+        """
+        if threading.current_thread() is threading.main_thread() and not self._hears_signals:
+            before = signal.set_wakeup_fd(self._waking[0].fileno(), warn_on_full_buffer=False)
+            self._hears_signals = before == -1
+            if before != -1:
+                signal.set_wakeup_fd(before)
+
+    def _stop_hearing(self) -> None:
+        if threading.current_thread() is threading.main_thread() and self._hears_signals:
+            self._hears_signals = False
+            signal.set_wakeup_fd(-1)
+
     def pause(self) -> None:
         """Tells the other ranks that this rank's run is over."""
         if not self._is_paused:
@@ -173,6 +192,7 @@ class Peers:
         """
         if self._is_closing.is_set():
             return
+        self._stop_hearing()
         self.pause()
         deadline = time.monotonic() + patience
         while self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -213,8 +233,11 @@ class Peers:
         would keep a connection open after its rank has died.
         """
         # Without the lock: the thread that may hold it does not exist in a forked process.
+        self._stop_hearing()
         self._selector.close()
-        for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
+        # Python writes signals to that file, if it could not be told to stop.
+        waking = () if self._hears_signals else self._waking
+        for each in (*(peer.connection for peer in self._peers.values()), *waking):
             each.close()
         for process in self._processes.values():
             os.close(process)
@@ -248,7 +271,8 @@ class Peers:
                 for key, events in ready:
                     if key.data is None:
                         with suppress(OSError):
-                            self._waking[1].recv(4096)
+                            for number in filter(None, self._waking[1].recv(4096)):
+                                self._on_signal(number)
                     elif events & selectors.EVENT_READ:
                         self._read(key.data, now)
                 if was_away:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from lightning_pipeshift.files import PACKAGE
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.runtime.step.stage import Stage
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 STALL_SECONDS: Final = 60.0
 """The number of seconds without a completed action on any rank after which a message is printed."""
@@ -45,9 +47,27 @@ _LIBRARIES: Final = tuple(
 _OURS: Final = str(PACKAGE) + os.sep
 
 
+# By the code of a function.
+_PURPOSES: dict[CodeType, str] = {}
+
+
+def purpose(words: str) -> Callable[[F], F]:
+    """Decorates a function in which ranks wait for each other.
+
+    Args:
+        words: what they wait for, as messages have it.
+    """
+
+    def note(function: F) -> F:
+        _PURPOSES[function.__code__] = words
+        return function
+
+    return note
+
+
 def activity(thread: int) -> dict[str, Any]:
-    """The current activity of a thread of this process: the action, the layer, and the line of the
-    user's code, each ``None`` if there is none.
+    """The current activity of a thread of this process: the action, the layer, the line of the
+    user's code, and the :func:`purpose` of waiting, each ``None`` if there is none.
 
     Args:
         thread: its number.
@@ -55,6 +75,7 @@ def activity(thread: int) -> dict[str, Any]:
     action: Action | None = None
     layer: str | None = None
     at: str | None = None
+    aim: str | None = None
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
@@ -62,6 +83,8 @@ def activity(thread: int) -> dict[str, Any]:
             action = frame.f_locals.get("action")
         elif code is StagePass.visit.__code__ and layer is None:
             layer = frame.f_locals["gate"].name
+        # The outermost: what the user's code has asked for.
+        aim = _PURPOSES.get(code, aim)
         name = os.path.realpath(code.co_filename)
         if at is None and not name.startswith((*_LIBRARIES, _OURS, "<")):
             at = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
@@ -69,7 +92,7 @@ def activity(thread: int) -> dict[str, Any]:
     words = None
     if action is not None:
         words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
-    return {"action": words, "layer": layer, "at": at}
+    return {"action": words, "layer": layer, "at": at, "purpose": aim}
 
 
 def print_stacks_on_a_signal() -> None:
@@ -148,23 +171,33 @@ class StallWatch:
 
     def message(self, found: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
         """Returns a message that names the ranks that all others wait for."""
+        waits = "; ".join(
+            f"{self._name_of(rank)} waits for {waiting_text(one, self._name_of)}"
+            for rank, one in sorted(found.items())
+            if one["waits"] is not None
+        )
         waited_for = {rank: one for rank, one in found.items() if one["waits"] is None}
         text = f"no rank has completed anything for {seconds:.0f} s. "
         if not waited_for:
-            waits = "; ".join(
-                f"{self._name_of(rank)} waits for {self._waits_for(one)}"
-                for rank, one in sorted(found.items())
-            )
             return f"{text}All wait for each other: {waits}. {_ADVICE}"
         for rank, one in sorted(waited_for.items()):
             doing = [one["action"], one["layer"] and f"in the layer {one['layer']!r}", one["at"]]
             where = ", ".join(filter(None, doing)) or "something outside of your code"
             name = self._name_of(rank)
             text += f"{name[:1].upper()}{name[1:]} is waited for; it is at {where}. "
-        return text + _ADVICE
+        return f"{text}{waits[:1].upper()}{waits[1:]}{'. ' if waits else ''}{_ADVICE}"
 
-    def _waits_for(self, one: Mapping[str, Any]) -> str:
-        return "several" if one["waits"] < 0 else self._name_of(one["waits"])
+
+def waiting_text(one: Mapping[str, Any], name_of: Callable[[int], str]) -> str:
+    """What a rank waits for, in words: the rank, what for, and the user's line that led there.
+
+    Args:
+        one: an :func:`activity` with the rank that is waited for (``"waits"``).
+        name_of: a rank's name in words.
+    """
+    whom = "several ranks" if one["waits"] < 0 else name_of(one["waits"])
+    doing = one["purpose"] if one["action"] is None else one["action"]
+    return whom + (f", in {doing}" if doing else "") + (f" ({one['at']})" if one["at"] else "")
 
 
 _ADVICE: Final = (

@@ -116,7 +116,8 @@ class Settings(Options):
                     )
         else:
             require_equal_depths(self.schedule, stages_per_vm)
-            resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
+            names = [gate.name for gate in gates]
+            resolve(self.partition, num_layers=len(names), stages_per_vm=stages_per_vm, names=names)
 
     def aggregation(
         self, backend: str, num_owner_sets: int, placement: Placement

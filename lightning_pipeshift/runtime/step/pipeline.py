@@ -81,6 +81,7 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
     pairs_that_share,
 )
 from lightning_pipeshift.runtime.gradients.rings import Rings
+from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.offload.weight_memory import may_wait
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -946,6 +947,7 @@ class Pipeline:
 
     # --- training ---
 
+    @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step, forwards and backwards, and saves its gradients for
         :meth:`Strategy.backward`.
@@ -1182,6 +1184,7 @@ class Pipeline:
 
     # --- evaluation ---
 
+    @purpose("a step of an evaluation")
     def evaluation_step(
         self,
         batch: Any,
@@ -1240,6 +1243,7 @@ class Pipeline:
         remove([*self._trace_cache.gates, *self._scopes])
         self._current_pass.value = None
 
+    @purpose("the layers of the other stages, at the end of the run")
     def make_whole(self) -> None:
         """Gives every rank the whole model again, if it had it before. Every stage calls this."""
         if self.holdings is None:

@@ -41,7 +41,7 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    mesh = connect_all(store, rank, world_size, address, port, timedelta(seconds=60))
+    mesh = connect_all(store, rank, world_size, address, port)
     board = FailureBoard(rank, mesh)
     ranks = range(world_size)
     groups = Lanes().between_stages(ranks)

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from itertools import combinations
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.runtime.comm import mesh
 from lightning_pipeshift.runtime.comm.mesh import Mesh, connect_all
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 from lightning_pipeshift.runtime.liveness.peers import Peers
@@ -223,8 +223,9 @@ def test_closing_ends_processes_that_do_not_end_by_themselves() -> None:
     waiting.communicate()
 
 
-def test_strangers_and_missing_ranks() -> None:
+def test_strangers_and_missing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may connect to the port; a rank that does not come is named."""
+    monkeypatch.setattr(mesh, "GONE_SECONDS", 0.5)
     store: Any = dist.HashStore()
 
     def knock() -> None:
@@ -236,7 +237,7 @@ def test_strangers_and_missing_ranks() -> None:
     stranger = threading.Thread(target=knock)
     stranger.start()
     with pytest.raises(StageFailedError, match=r"Rank\(s\) 1, 2 did not connect to rank 0"):
-        connect_all(store, 0, 3, "127.0.0.1", 1, timedelta(seconds=0.5))
+        connect_all(store, 0, 3, "127.0.0.1", 1)
     stranger.join()
 
 
@@ -245,8 +246,7 @@ def test_connections_between_all_ranks() -> None:
     found: dict[int, dict[int, socket.socket]] = {}
 
     def connect(rank: int) -> None:
-        mesh = connect_all(store, rank, 3, "127.0.0.1", 1, timedelta(seconds=PATIENCE))
-        found[rank] = mesh.connections
+        found[rank] = connect_all(store, rank, 3, "127.0.0.1", 1).connections
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(3)]
     for thread in threads:

@@ -29,8 +29,10 @@ def answer(
     action: str | None = None,
     layer: str | None = None,
     at: str | None = None,
+    purpose: str | None = None,
 ) -> str:
-    return json.dumps({"waits": waits, "seconds": 1.0, "action": action, "layer": layer, "at": at})
+    doing = {"action": action, "layer": layer, "at": at, "purpose": purpose}
+    return json.dumps({"waits": waits, "seconds": 1.0, **doing})
 
 
 class Watched:
@@ -87,6 +89,19 @@ def test_ranks_that_do_not_answer_are_not_waited_for() -> None:
     for second in range(20):
         watched.look(5, float(second))
     assert "All wait for each other: rank 0 waits for rank 1." in watched.said[0]
+
+
+def test_what_each_rank_waits_for_and_the_line_that_led_there() -> None:
+    watched = Watched(10.0)
+    gathers = answer(1, at="train.py:20 in on_train_batch_end", purpose="a checkpoint's gathering")
+    watched.answers = {0: gathers, 1: answer(0, "the forward of microbatch 0"), 2: answer(-1)}
+    for second in range(20):
+        watched.look(5, float(second))
+    assert (
+        "rank 0 waits for rank 1, in a checkpoint's gathering (train.py:20 in on_train_batch_end);"
+        " rank 1 waits for rank 0, in the forward of microbatch 0;"
+        " rank 2 waits for several ranks." in watched.said[0]
+    )
 
 
 def test_never() -> None:
