@@ -21,6 +21,7 @@ All threads of the host count as one: what one thread has waited for is known to
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -40,7 +41,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.interception import Functions, MemoryPlace, Operations
 from lightning_pipeshift.devices.ordering import HOST, Clock, History, Ordering, Region
-from lightning_pipeshift.devices.streams import Event, simulating
+from lightning_pipeshift.devices.streams import Event, SharedEvent, simulating
 
 T = TypeVar("T")
 
@@ -115,6 +116,23 @@ class _Event:
         return float(end._at - self._at)
 
 
+class _SharedEvent:
+    """An event of the simulated device for which others can wait."""
+
+    def __init__(self, device: SimulatedDevice, handle: Any) -> None:
+        self.handle = handle
+        self._device = device
+        self._clock: Clock = {}
+
+    def record(self) -> None:
+        """See :class:`~lightning_pipeshift.devices.streams.SharedEvent`."""
+        self._clock = self._device.now()
+
+    def wait(self) -> None:
+        """See :class:`~lightning_pipeshift.devices.streams.SharedEvent`."""
+        self._device.order(self._device.stream, self._clock)
+
+
 class SimulatedDevice:
     """Context in which there is such a device. It is the public way to choose it: all code that
     asks :mod:`.streams` for this device gets it, in all threads.
@@ -134,6 +152,7 @@ class SimulatedDevice:
         self.num_done = 0
         """How many operations the device was given."""
         self._num_events = 0
+        self._shared_events: dict[Any, _SharedEvent] = {}
         self._ordering = Ordering()
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -184,6 +203,14 @@ class SimulatedDevice:
             clock = self._ordering.now(self.stream)
             return _Event(self, clock, self._num_events, self.num_done)
 
+    def shared_event(self, handle: Any) -> SharedEvent:
+        """See :class:`~lightning_pipeshift.devices.streams.Device`. What another process does is
+        not simulated here, so an event of its own orders nothing.
+        """
+        with self._lock:
+            handle = handle or (os.getpid(), len(self._shared_events))
+            return self._shared_events.setdefault(handle, _SharedEvent(self, handle))
+
     @contextmanager
     def side_stream(self, work: str) -> Iterator[None]:
         """See :class:`~lightning_pipeshift.devices.streams.Device`."""
@@ -232,6 +259,11 @@ class SimulatedDevice:
     def stream(self) -> str:
         """This thread's current stream."""
         return getattr(self._local, "stream", COMPUTE)
+
+    def now(self) -> Clock:
+        """What precedes the work that this thread queues next."""
+        with self._lock:
+            return self._ordering.now(self.stream)
 
     def order(self, timeline: str, clock: Clock) -> None:
         """Orders later work of a timeline after that which a clock knows."""
