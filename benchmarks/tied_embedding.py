@@ -6,7 +6,9 @@ A small GPT-2 of transformers, whose embedding is most of its parameters and is 
 is at the first layer and behind the last one, so both stages hold it. Four microbatches, ``1f1b``,
 AdamW, a thread for each rank. For each contender: the time of a step, the bytes that each stage
 sends in it, by kind, and where the time goes, as ``PipelineTimeline`` records it. ``untied`` is the
-same model with a head of its own: what it takes less is the price of the tie.
+same model with a head of its own: what it takes less is the price of the tie. With ``shared
+memory`` the ranks send tensors as they do between two GPUs, through memory that both can reach; for
+that, files in memory stand in here.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,20 +32,24 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipelineTimeline, PipeShiftStrategy
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import channels
 from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
+from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.timeline.recording import REPORT, RankRecord, Recording, What
 from tests.features_models import quiet_trainer
 
 MICROBATCHES, LENGTH, WARM_UP = 4, 64, 4
-CONTENDERS = ("one stage", "two stages", "two stages, untied")
+CONTENDERS = ("one stage", "two stages", "two stages, shared memory", "two stages, untied")
 
 KINDS = {
     "payload": "payloads, forward",
     "gradient": "payloads' gradients",
     "tensor": "shared gradients",
     "object": "objects (reports, flags)",
+    "memory": "through shared memory",
 }
 
 
@@ -81,6 +88,13 @@ class Watch(L.Callback):
             return post(lane, flat, to, line, tag)
 
         Lane._post_send = counted  # type: ignore[method-assign]
+        write = MemoryEnd.write
+
+        def written(end: MemoryEnd, tensors: Sequence[Tensor]) -> Written:
+            self.sent[-1]["memory"] += sum(tensor.nbytes for tensor in tensors)
+            return write(end, tensors)
+
+        MemoryEnd.write = written  # type: ignore[method-assign]
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Before the timeline's own hook."""
@@ -107,8 +121,12 @@ def _where(record: RankRecord) -> dict[str, float]:
     }
 
 
-def measure(is_tied: bool, num_steps: int) -> tuple[list[float], dict[str, float], list[Any]]:
+def measure(
+    is_tied: bool, shares_memory: bool, num_steps: int
+) -> tuple[list[float], dict[str, float], list[Any]]:
     """Runs on every rank: the steps' seconds, the bytes sent in one, and the recorded steps."""
+    if shares_memory:
+        vars(connection)["payload_address"] = address_here
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     watch = Watch()
@@ -140,7 +158,12 @@ def main() -> None:
     found = {}
     for name in CONTENDERS:
         ranks = run_ranks(
-            measure, 1 + ("two" in name), "untied" not in name, options.num_steps, timeout=1200
+            measure,
+            1 + ("two" in name),
+            "untied" not in name,
+            "memory" in name,
+            options.num_steps,
+            timeout=1200,
         )
         found[name] = {
             "seconds": interval(ranks[0][0]),

@@ -280,6 +280,10 @@ class Channels(Lane):
         if self._devices is None:
             self.shares_memory_with = ranks_with_shared_memory(self, address, self.device)
 
+    def is_direct(self, stage: int) -> bool:
+        """Whether tensors of a device go to another stage without passing through host memory."""
+        return self._devices is not None or self.ranks[stage] in self.shares_memory_with
+
     def _link(self, stage: int, purpose: Purpose) -> MemoryLink | None:
         """What carries tensors to a stage and from it; ``None`` if no memory is shared with it."""
         rank = self.ranks[stage]
@@ -483,6 +487,14 @@ class Channels(Lane):
             with self.watched(self.ranks[to]):
                 complete(work)
 
+    def post_on_device(self, tensor: Tensor, to: int) -> None:
+        """As :meth:`send_on_device`, without waiting for the other stage."""
+        if self.is_direct(to):
+            self.send_on_device(tensor, to)
+            return
+        copy = tensor.clone() if tensor.device.type == "cpu" else tensor
+        self._object_sends.append(self._post_tensor(copy, to))
+
     def receive_on_device(
         self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
     ) -> Tensor:
@@ -516,6 +528,12 @@ class Channels(Lane):
             self._links.pop(key).settle()
         if self._devices is not None:
             self._devices.want(Purpose.LINKS, [])
+
+    def settle(self, all_but: int = 0) -> None:
+        """See :class:`Lane`."""
+        super().settle(all_but)
+        for link in self._links.values():
+            link.answers.settle()
 
     # --- all stages together ---
 

@@ -93,11 +93,6 @@ class MemoryEnd:
         self._read: dict[int, SharedEvent] = {}
         self._opened: dict[int, _Opened] = {}
 
-    @property
-    def allocated_bytes(self) -> int:
-        """The bytes of this rank's buffers, used and unused."""
-        return self._pool.allocated_bytes
-
     def _aside(self) -> AbstractContextManager[None]:
         # Buffers belong to a stream of their own, so that no work of other streams delays them.
         return side_stream(self.device, "buffers of payloads")
