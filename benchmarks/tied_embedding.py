@@ -87,14 +87,14 @@ class Watch(L.Callback):
             self.sent[-1][_kind(tag)] += flat.nbytes
             return post(lane, flat, to, line, tag)
 
-        Lane._post_send = counted  # type: ignore[method-assign]
+        Lane._post_send = counted  # type: ignore[assignment, method-assign]
         write = MemoryEnd.write
 
         def written(end: MemoryEnd, tensors: Sequence[Tensor]) -> Written:
             self.sent[-1]["memory"] += sum(tensor.nbytes for tensor in tensors)
             return write(end, tensors)
 
-        MemoryEnd.write = written  # type: ignore[method-assign]
+        MemoryEnd.write = written  # type: ignore[assignment, method-assign]
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Before the timeline's own hook."""
@@ -155,7 +155,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--num-steps", type=int, default=24)
     options = parser.parse_args()
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in CONTENDERS:
         ranks = run_ranks(
             measure,

@@ -149,8 +149,8 @@ def payload_backend(device: torch.device, asked: str | None, watched: Watched) -
     mixed = len({is_hip for _, is_hip in devices}) > 1
     if (shared or mixed) and asked is None:
         log.info(
-            "PipeShift: stages share a device, or their vendors differ, so payloads go through host"
-            " memory."
+            "PipeShift: stages share a device, or their vendors differ, so NCCL does not carry"
+            " payloads."
         )
     return "gloo" if shared or mixed else "nccl"
 

@@ -335,8 +335,9 @@ class Channels(Lane):
 
     @property
     def payload_sockets(self) -> Opened:
-        """The connections that payloads travel on, if gloo carries them."""
-        return self._pipeline_sockets if self._devices is None else frozenset()
+        """The connections that payloads travel on, if gloo carries them all."""
+        is_gloo = self._devices is None and not self.shares_memory_with
+        return self._pipeline_sockets if is_gloo else frozenset()
 
     def interrupt_transfers(self) -> None:
         """Ends the connections of :meth:`bulk` and :meth:`swaps`, here and for the peers."""
@@ -525,7 +526,9 @@ class Channels(Lane):
             self._devices.want(Purpose.LINKS, ranks)
         yield
         for key in [key for key in self._links if key[0] is Purpose.LINKS]:
-            self._links.pop(key).settle()
+            link = self._links.pop(key)
+            link.settle()
+            link.answers.settle()
         if self._devices is not None:
             self._devices.want(Purpose.LINKS, [])
 
