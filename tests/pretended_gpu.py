@@ -191,7 +191,7 @@ def _devices_of_run(
     # Memory that ranks share is the device's.
     for link in pipeline.channels._links.values():
         yield link.end, "device", GPU
-        gpu.take(*pytree.tree_leaves(link.end._pool._free))
+        gpu.take(*pytree.tree_leaves([link.end._pool._free, link.end._full]))
         gpu.take(*(opened.memory for opened in link.end._opened.values()))
     mapped = shared_memory._mapped
 
