@@ -59,7 +59,8 @@ from lightning_pipeshift.runtime.offload.shared_memory import Address
 # The numbers of lanes.
 _MEASUREMENTS = 8
 _SHARED = 9
-_FIRST_OF_LINKS = 10
+# Two for each purpose, behind those of all other lanes: a record's are 10 and 11.
+_FIRST_OF_LINKS = 16
 # The urgency of swapped tensors that come back, before all gradients, and of those that are swapped
 # out, behind them.
 _BACK = -1
