@@ -16,6 +16,7 @@ from unittest import mock
 
 import lightning.pytorch as L
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
@@ -24,6 +25,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat import torch_private
 from lightning_pipeshift.devices import interception, simulated, simulated_torch
 from lightning_pipeshift.devices.simulated import SimulatedDevice
+from lightning_pipeshift.runtime.offload import shared_memory
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -192,6 +194,19 @@ def _devices_of_run(
     pipeline = strategy.pipeline
     yield pipeline.channels, "device", GPU
     yield pipeline.channels, "_staged", is_shared
+    # Memory that ranks share is the device's.
+    for link in pipeline.channels._links.values():
+        yield link.end, "device", GPU
+        gpu.take(*pytree.tree_leaves([link.end._pool._free, link.end._full]))
+        gpu.take(*(opened.memory for opened in link.end._opened.values()))
+    mapped = shared_memory._mapped
+
+    def on_device(*args: Any) -> Tensor:
+        memory = mapped(*args)
+        gpu.take(memory)
+        return memory
+
+    yield shared_memory, "_mapped", on_device
     assert pipeline.holdings is not None
     yield pipeline.holdings, "device", GPU
     if pipeline._aggregation is not None:

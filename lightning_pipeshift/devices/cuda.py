@@ -63,6 +63,38 @@ def imported(handle: Any, device: torch.device) -> Tensor:
     return memory
 
 
+class SharedEvent:
+    """An event for which other processes on this host can wait: see :mod:`.streams`.
+
+    Args:
+        device: this process's GPU.
+        handle: that of another process's event; ``None`` for a new one.
+
+    Raises:
+        RuntimeError: the event cannot be shared.
+    """
+
+    def __init__(self, device: torch.device, handle: Any = None) -> None:
+        self._device = device
+        if handle is not None:
+            self._event = torch.cuda.Event.from_ipc_handle(device, handle)
+            return
+        self._event = torch.cuda.Event(interprocess=True)
+        # Torch makes the event itself here, on the current GPU.
+        with torch.cuda.device(device):
+            self.handle: Any = self._event.ipc_handle()
+
+    def record(self) -> None:
+        """Moves the event behind all work that is queued on the current stream."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Makes the work that this thread queues from now on run after the event as it was recorded
+        last.
+        """
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+
 def pin(memory: Tensor) -> Callable[[], None]:
     """Pins whole pages of host memory; returns what undoes it.
 

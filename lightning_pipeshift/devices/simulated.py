@@ -24,6 +24,7 @@ one host, or each as one of its own: see :attr:`SimulatedDevice.are_threads_apar
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -84,6 +85,23 @@ class _Memory:
     kept_for: set[str] = field(default_factory=set)
 
 
+class SharedEvent:
+    """An event for which other processes can wait, in place of the one of :mod:`.cuda`."""
+
+    def __init__(self, simulated: SimulatedDevice, handle: Any) -> None:
+        self.handle = handle
+        self._simulated = simulated
+        self._clock: Clock = {}
+
+    def record(self) -> None:
+        """Moves the event behind all work that is queued on the current stream."""
+        self._clock, _ = self._simulated.clock_of_event(self._simulated.stream)
+
+    def wait(self) -> None:
+        """Orders the current stream's later work after the event."""
+        self._simulated.order(self._simulated.stream, self._clock)
+
+
 class SimulatedDevice:
     """Context in which there is such a device, for all code of all threads that uses torch's
     streams and events. It is the public way to choose it.
@@ -103,6 +121,7 @@ class SimulatedDevice:
         self.are_threads_apart = False
         """Whether a thread knows only what it has waited for or :meth:`heard`."""
         self._num_events = 0
+        self._shared_events: dict[Any, SharedEvent] = {}
         self._ordering = Ordering()
         # By process: those that have been used.
         self._hosts: defaultdict[str, set[str]] = defaultdict(set)
@@ -170,6 +189,14 @@ class SimulatedDevice:
         with self._lock:
             self._num_events += 1
             return self._ordering.now(stream, self.host), self._num_events
+
+    def shared_event(self, device: torch.device, handle: Any = None) -> SharedEvent:
+        """Makes an event for which other processes can wait, or finds one by its handle. What a
+        real process beside this one does is not simulated: an event of its own orders nothing.
+        """
+        with self._lock:
+            handle = handle or (os.getpid(), len(self._shared_events))
+            return self._shared_events.setdefault(handle, SharedEvent(self, handle))
 
     def wait_for_streams(self, streams: list[str]) -> None:
         """Notes that the host waits for all that is queued on some streams."""

@@ -180,6 +180,7 @@ class StreamsOfTorch:
             (torch, "Event", self._event_class),
             (Tensor, "record_stream", lambda *args: self._simulated.keep_for_stream(*args)),
             (cuda, "pin", self._simulated.pin),
+            (cuda, "SharedEvent", self._simulated.shared_event),
         ]
         with ExitStack() as stack:
             for owner, name, value in replaced:

@@ -42,10 +42,33 @@ class Event(Protocol):
         """
 
 
+class SharedEvent(Protocol):
+    """An event for which other processes on this host can wait. It is recorded again and again:
+    between two records, whoever waits for it has to say that its wait is queued.
+    """
+
+    handle: Any
+    """Picklable: opens the event in another process. An opened event has none."""
+
+    def record(self) -> None:
+        """Moves the event behind all work that is queued on the current stream."""
+
+    def wait(self) -> None:
+        """Makes the work that this thread queues from now on run after the event as it was recorded
+        last. Returns at once.
+        """
+
+
 class HostEvent:
     """An event of a CPU, which has been reached when it is recorded."""
 
+    handle: Any = "a CPU's"
+
     def __init__(self) -> None:
+        self.record()
+
+    def record(self) -> None:
+        """See :class:`SharedEvent`."""
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
@@ -70,6 +93,10 @@ class Host:
 
     def record_event(self, is_timed: bool) -> Event:
         """See :func:`record_event`."""
+        return HostEvent()
+
+    def shared_event(self, handle: Any) -> SharedEvent:
+        """See :class:`Device`."""
         return HostEvent()
 
     def side_stream(self, work: str) -> AbstractContextManager[None]:
@@ -142,6 +169,10 @@ class Accelerator:
     def record_event(self, is_timed: bool) -> Event:
         """See :func:`record_event`."""
         return AcceleratorEvent(self._device, is_timed)
+
+    def shared_event(self, handle: Any) -> SharedEvent:
+        """See :class:`Device`."""
+        return cuda.SharedEvent(self._device, handle)
 
     @contextmanager
     def side_stream(self, work: str) -> Iterator[None]:
@@ -221,6 +252,19 @@ def record_event(device: torch.device, is_timed: bool = False) -> Event:
         is_timed: whether the event's time is wanted: see :func:`elapsed_seconds`.
     """
     return _of(device).record_event(is_timed)
+
+
+def shared_event(device: torch.device, handle: Any = None) -> SharedEvent:
+    """A new event for which other processes on this host can wait; or one of theirs.
+
+    Args:
+        device: this process's.
+        handle: that of the other process's event.
+
+    Raises:
+        RuntimeError: events of this device cannot be shared.
+    """
+    return _of(device).shared_event(handle)
 
 
 def start_of_clock(device: torch.device) -> tuple[Event, float]:

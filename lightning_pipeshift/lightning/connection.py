@@ -29,6 +29,7 @@ from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS
 from lightning_pipeshift.runtime.comm.backends import (
     backends,
     device_of,
+    payload_address,
     payload_backend,
 )
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
@@ -341,6 +342,7 @@ class Connection:
         turns = Turns()
         machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups, turns)
         machine.open_lines()
+        machine.share_memory(payload_address(device))
         everyone, of_all = range(place.world_size), hosts[vm]
         if topology.num_virtual_machines > 1:
             of_all = lanes.between_stages(everyone, has_transfers=False)
@@ -349,6 +351,7 @@ class Connection:
             )
         # In the order of the ranks: that of the stages may change.
         world = Channels(everyone, rank, device, watched, of_all, groups, turns)
+        world.shares_memory_with = machine.shares_memory_with
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
         return self._replicas

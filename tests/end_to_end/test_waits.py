@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
+from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.step.checksum import _FIRST_BATCHES
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, Diary, built, parameters_of
@@ -40,6 +42,10 @@ class Model(L.LightningModule):
             *(nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.ReLU()) for _ in range(3)),
             nn.Linear(NUM_FEATURES, NUM_CLASSES),
         )
+        if kind == "tied":
+            # On the first stage and on the last one.
+            first, *_, last, _ = self.net
+            last[0].weight = first[0].weight
         if kind == "metric":
             self.accuracy = MulticlassAccuracy(NUM_CLASSES, validate_args=False)
 
@@ -85,8 +91,11 @@ def train(
     strategy: Mapping[str, Any] | None = None,
     on_gpu: bool = True,
     is_shared: bool = False,
+    shares_memory: bool = False,
 ) -> Trained:
     """One rank's part; without a strategy, plain Lightning."""
+    if shares_memory:
+        vars(connection)["payload_address"] = address_here
     L.seed_everything(7, verbose=False)
     how = {"devices": 1, "limit_train_batches": NUM_STEPS, **arguments}
     if how.pop("fp16", False):
@@ -114,6 +123,7 @@ class Case:
         at_the_end: how often a step may wait for all of the device's work: before an optimizer step
             that depends on the gradients of all stages.
         is_shared: whether the ranks share the device.
+        shares_memory: whether tensors go through memory that the ranks share.
     """
 
     kind: str = "plain"
@@ -122,6 +132,7 @@ class Case:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     at_the_end: int = 0
     is_shared: bool = False
+    shares_memory: bool = False
 
 
 CASES = {
@@ -135,6 +146,10 @@ CASES = {
     "fp16, accumulation": Case("logging", {"fp16": True, "accumulate_grad_batches": 3}, 2, {}, 1),
     "one GPU for all": Case("logging", ranks=3, is_shared=True),
     "gpipe": Case("logging", strategy={"schedule": "gpipe"}),
+    "shared memory": Case("tied", ranks=3, is_shared=True, shares_memory=True),
+    "shared memory, gpipe": Case(
+        "tied", strategy={"schedule": "gpipe"}, is_shared=True, shares_memory=True
+    ),
     "virtual machines": Case(
         "logging", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "allreduce"}
     ),
@@ -149,7 +164,8 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
     case = CASES[name]
     strategy = dict(case.strategy)
     (plain,) = run_ranks(train, 1, case.kind, case.arguments)
-    found = run_ranks(train, case.ranks, case.kind, case.arguments, strategy, True, case.is_shared)
+    how = strategy, True, case.is_shared, case.shares_memory
+    found = run_ranks(train, case.ranks, case.kind, case.arguments, *how)
     stages = case.ranks // strategy.get("virtual_machines", 1)
     for rank, mine in enumerate(found):
         assert len(mine.steps) == NUM_STEPS - 2

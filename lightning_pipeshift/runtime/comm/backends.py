@@ -13,6 +13,7 @@ from lightning_pipeshift.host import network_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.waits import Watched
+from lightning_pipeshift.runtime.offload.shared_memory import Address, address_here
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,17 @@ def payload_backend(device: torch.device, asked: str | None, watched: Watched) -
     mixed = len({is_hip for _, is_hip in devices}) > 1
     if (shared or mixed) and asked is None:
         log.info(
-            "PipeShift: stages share a device, or their vendors differ, so payloads go through host"
-            " memory."
+            "PipeShift: stages share a device, or their vendors differ, so NCCL does not carry"
+            " payloads."
         )
     return "gloo" if shared or mixed else "nccl"
+
+
+def payload_address(device: torch.device) -> Address | None:
+    """The address of this process for ranks that send tensors through its device's memory; ``None``
+    on a CPU, where gloo is as fast (measured up to 40 MB).
+
+    Args:
+        device: this rank's device.
+    """
+    return address_here(device) if device.type != "cpu" else None

@@ -1,10 +1,11 @@
 """The connections between the stages of one virtual machine.
 
 Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
-everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
-that waits would block those after it; so each direction between two neighbours has its own
-communicator, on which both ends proceed in microbatch order. Everything else is sent through a
-lane.
+everything and tags keep the tensors apart; between GPUs of one host, tensors go through memory that
+both ranks can reach, where that is possible (see :mod:`.memory_link`). NCCL has no tags and matches
+by order, and an operation that waits would block those after it; so each direction between two
+neighbours has its own communicator, on which both ends proceed in microbatch order. Everything else
+is sent through a lane.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +38,12 @@ from lightning_pipeshift.runtime.comm.lane import (
     as_bytes,
     finish,
 )
+from lightning_pipeshift.runtime.comm.memory_link import (
+    Arrival,
+    MemoryEnd,
+    MemoryLink,
+    ranks_with_shared_memory,
+)
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import (
     Opened,
@@ -46,10 +54,13 @@ from lightning_pipeshift.runtime.comm.sockets import (
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
+from lightning_pipeshift.runtime.offload.shared_memory import Address
 
 # The numbers of lanes.
 _MEASUREMENTS = 8
 _SHARED = 9
+# Two for each purpose, behind those of all other lanes: a record's are 10 and 11.
+_FIRST_OF_LINKS = 16
 # The urgency of swapped tensors that come back, before all gradients, and of those that are swapped
 # out, behind them.
 _BACK = -1
@@ -123,12 +134,15 @@ class Receipt:
     layout: Layout
     number: int
     staging: Tensor | None = None
+    arrival: Arrival | None = None
 
     def wait(self) -> Tensor:
         """The tensor; waits for it."""
         if self.work is not None:
             with self.watched(self.peer):
                 complete(self.work)
+        if self.arrival is not None:
+            self.arrival.wait()
         if self.staging is not None:
             self.flat.copy_(self.staging, non_blocking=True)
         return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
@@ -174,7 +188,8 @@ class Channels(Lane):
         watched: the context to communicate in.
         groups: those of ``ranks``.
         devices: carry tensors from device to device, from :func:`connect_devices` on. By
-            default, and with gloo, tensors on a GPU go through host memory.
+            default, and with gloo, tensors on a GPU go through host memory, or through memory
+            that two ranks share: see :meth:`share_memory`.
         turns: of this rank's large messages.
     """
 
@@ -204,6 +219,9 @@ class Channels(Lane):
         """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
         self._pipeline_sockets = groups.pipeline.sockets
         self._sockets = self._pipeline_sockets.union(*(one.sockets for one in self._transfers))
+        self.shares_memory_with: frozenset[int] = frozenset()
+        """The ranks to which tensors go through memory that both can reach."""
+        self._links: dict[tuple[Purpose, int], MemoryLink] = {}
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have started and may not be complete yet.
@@ -218,7 +236,8 @@ class Channels(Lane):
         """
         rank = self.ranks[self.stage]
         (ranks,) = (ranks for ranks in machines if rank in ranks)
-        for lane in (self, self.measurements, self.shared):
+        lanes = [lane for link in self._links.values() for lane in (link.messages, link.answers)]
+        for lane in (self, self.measurements, self.shared, *lanes):
             lane.number_stages(ranks, ranks.index(rank))
         if self._devices is not None:
             connect_devices(self._devices, machines)
@@ -251,6 +270,36 @@ class Channels(Lane):
                     transfer = group.send if sends else group.recv
                     with self.watched(self.ranks[neighbour]):
                         complete(transfer([byte], member, 0))
+
+    def share_memory(self, address: Address | None) -> None:
+        """Finds out with which stages this one can share its device's memory; from then on, tensors
+        go to them through that. Every stage calls this.
+
+        Args:
+            address: that of this process; ``None`` to share no memory.
+        """
+        if self._devices is None:
+            self.shares_memory_with = ranks_with_shared_memory(self, address, self.device)
+
+    def is_direct(self, stage: int) -> bool:
+        """Whether tensors of a device go to another stage without passing through host memory."""
+        return self._devices is not None or self.ranks[stage] in self.shares_memory_with
+
+    def _link(self, stage: int, purpose: Purpose) -> MemoryLink | None:
+        """What carries tensors to a stage and from it; ``None`` if no memory is shared with it."""
+        rank = self.ranks[stage]
+        if rank not in self.shares_memory_with:
+            return None
+        link = self._links.get((purpose, rank))
+        if link is None:
+            first = _FIRST_OF_LINKS + 2 * list(Purpose).index(purpose)
+            messages, answers = (
+                Lane(self.ranks, self.stage, self.control, self.watched, number)
+                for number in (first, first + 1)
+            )
+            link = MemoryLink(MemoryEnd(self.device), messages, answers, rank)
+            self._links[purpose, rank] = link
+        return link
 
     def bulk(self, number: int = 0) -> Lane:
         """A lane for large transfers that are not urgent: tensors wait while any other large
@@ -287,8 +336,9 @@ class Channels(Lane):
 
     @property
     def payload_sockets(self) -> Opened:
-        """The connections that payloads travel on, if gloo carries them."""
-        return self._pipeline_sockets if self._devices is None else frozenset()
+        """The connections that payloads travel on, if gloo carries them all."""
+        is_gloo = self._devices is None and not self.shares_memory_with
+        return self._pipeline_sockets if is_gloo else frozenset()
 
     def interrupt_transfers(self) -> None:
         """Ends the connections of :meth:`bulk` and :meth:`swaps`, here and for the peers."""
@@ -301,6 +351,7 @@ class Channels(Lane):
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
+        self._links.clear()
         for lane in (self.measurements, self.shared, self):
             lane.release()
         self._transfers = []
@@ -348,10 +399,13 @@ class Channels(Lane):
                     work = self._post_send(flat, to, line, _tag(direction, number))
                     sent.works.append((work, flat))
 
-        if self._staged:
+        link = self._link(to, _PURPOSE[direction]) if any(map(len, flats)) else None
+        if link is not None:
+            sent.first = partial(link.settle, link.send(flats))
+        elif self._staged:
             # gloo needs the values in host memory: a thread waits until they are there.
             fetch = Fetch(flats, is_kept=False)
-            sent.posted = self._staging.submit(lambda: post(fetch.wait()))
+            sent.first = self._staging.submit(lambda: post(fetch.wait())).result
         else:
             post(flats)
         return sent
@@ -382,22 +436,29 @@ class Channels(Lane):
                 layout.expect(header, work, self.watched, peer, specs)
             else:
                 layout.strides = [() for _ in specs]
+        flats = [
+            torch.empty(
+                spec.num_bytes // spec.itemsize, dtype=dtype_named(spec.dtype), device=self.device
+            )
+            for spec in specs
+        ]
+        link = self._link(source, _PURPOSE[direction]) if any(map(len, flats)) else None
+        arrival = link.post_receive(flats) if link is not None else None
         receipts = []
-        for number, spec in enumerate(specs):
-            numel = spec.num_bytes // spec.itemsize
-            flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
-            staging = None
-            if self._staged:
+        for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+            work = staging = None
+            if self._staged and arrival is None:
                 staging = pinned_like(flat)
-            work = None
-            if spec.num_bytes:
+            if spec.num_bytes and arrival is None:
                 with self.watched(peer):
                     work = group.recv(
                         [as_bytes(flat if staging is None else staging)],
                         member,
                         _tag(direction, number),
                     )
-            receipts.append(Receipt(flat, spec, work, self.watched, peer, layout, number, staging))
+            receipts.append(
+                Receipt(flat, spec, work, self.watched, peer, layout, number, staging, arrival)
+            )
         return receipts
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
@@ -414,15 +475,27 @@ class Channels(Lane):
         device to device if payloads are sent so. Kernels queued after this call may change the
         tensor.
         """
-        if self._devices is None:
-            self.send_tensor(tensor, to)
-            return
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if flat.numel():
+        link = self._link(to, purpose)
+        if link is not None:
+            # The other stage has received the one before, or will before anything else.
+            link.settle()
+            link.send([flat])
+        elif self._devices is None:
+            self.send_tensor(tensor, to)
+        elif flat.numel():
             line = self._devices.line(purpose, self.ranks[self.stage], self.ranks[to])
             work = self._post_send(flat, to, line, 0)
             with self.watched(self.ranks[to]):
                 complete(work)
+
+    def post_on_device(self, tensor: Tensor, to: int) -> None:
+        """As :meth:`send_on_device`, without waiting for the other stage."""
+        if self.is_direct(to):
+            self.send_on_device(tensor, to)
+            return
+        copy = tensor.clone() if tensor.device.type == "cpu" else tensor
+        self._object_sends.append(self._post_tensor(copy, to))
 
     def receive_on_device(
         self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
@@ -430,10 +503,14 @@ class Channels(Lane):
         """Returns the tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape
         and type of ``like``, on this stage's device.
         """
-        if self._devices is None:
+        link = self._link(source, purpose)
+        if link is None and self._devices is None:
             return self.receive_tensor(like, source).to(self.device)
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        if tensor.numel():
+        if link is not None:
+            link.post_receive([tensor.view(-1)]).wait()
+        elif tensor.numel():
+            assert self._devices is not None
             rank, peer = self.ranks[self.stage], self.ranks[source]
             group, member = self._devices.line(purpose, rank, peer)
             with self.watched(peer):
@@ -449,8 +526,18 @@ class Channels(Lane):
         if self._devices is not None:
             self._devices.want(Purpose.LINKS, ranks)
         yield
+        for key in [key for key in self._links if key[0] is Purpose.LINKS]:
+            link = self._links.pop(key)
+            link.settle()
+            link.answers.settle()
         if self._devices is not None:
             self._devices.want(Purpose.LINKS, [])
+
+    def settle(self, all_but: int = 0) -> None:
+        """See :class:`Lane`."""
+        super().settle(all_but)
+        for link in self._links.values():
+            link.answers.settle()
 
     # --- all stages together ---
 

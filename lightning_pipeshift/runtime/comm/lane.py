@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -93,18 +92,18 @@ class Sent:
         watched: the context to communicate in.
         peer: the rank that it is sent to.
         works: the posted operations.
-        posted: if a thread posts the operations, a future that is complete when they are posted.
+        first: what :meth:`wait` calls first; a thread may have to post the operations.
     """
 
     watched: Watched
     peer: int
     works: list[tuple[Any, Tensor]] = field(default_factory=list)
-    posted: Future[None] | None = None
+    first: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Returns when the tensors may be reused."""
-        if self.posted is not None:
-            self.posted.result()
+        if self.first is not None:
+            self.first()
         with self.watched(self.peer):
             for work, _ in self.works:
                 complete(work)

@@ -16,6 +16,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ from lightning_pipeshift.model.parameters.uses import (
 )
 from lightning_pipeshift.model.user_state.random_streams import Position
 from lightning_pipeshift.runtime.comm.channels import Channels
-from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.comm.lane import Lane, Sent
 from lightning_pipeshift.runtime.ownership.user_copies import (
     CopyFinder,
     exchange,
@@ -114,6 +115,9 @@ class Holdings:
         self._parts: list[Sums] = []
         self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
         """By parameter and stage, the gradients of shared parameters on their way there."""
+        self._coming: Future[dict[str, Tensor | None]] | None = None
+        """By parameter, those on their way here."""
+        self._are_summed = False
         self.held: list[ParameterUse] = []
         self.state_on_host: frozenset[int] = frozenset()
         """The identities of parameters whose optimizer state is in host memory between steps."""
@@ -521,6 +525,7 @@ class Holdings:
         self._aside = []
         self._aliases = self._copies = None
         self._parts = []
+        self._are_summed = False
         self.shared.sums.clear()
         for use in self.held:
             if use.parameter.grad is not None and keep:
@@ -547,7 +552,10 @@ class Holdings:
             shares: whether all holders of a shared parameter get its gradient now; otherwise the
                 first one has it, and no stage waits for an earlier one.
         """
-        self._sum_shared(waits=shares)
+        if self._parts:
+            self._sum_parts()
+        elif not self._are_summed:
+            self.sum_shared(waits=shares)
         self._replaces = joins
         if joins:
             self._join(correction)
@@ -682,7 +690,7 @@ class Holdings:
         self.shared.sums.clear()
 
     def _sum_parts(self) -> None:
-        """As :meth:`_sum_shared`, after a step in which segments changed their stages: the first
+        """As :meth:`sum_shared`, after a step in which segments changed their stages: the first
         holder gets the gradients of all segments and parts, and adds them up in the order in which
         one stage would have done.
         """
@@ -721,7 +729,27 @@ class Holdings:
             use.parameter.grad = _total(of_segments).clone() if of_segments else None
         self._parts = []
 
-    def _sum_shared(self, waits: bool) -> None:
+    def begin_sums(self, submit: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+        """Begins to receive what :meth:`sum_shared` adds up, beside this stage's last backward:
+        later stages have completed theirs.
+
+        Args:
+            submit: calls a function in a thread.
+        """
+        awaited = []
+        for use in self.shared.uses:
+            later = [stage for stage in self._sharers(use.parameter) if stage > self.stage]
+            if use.parameter.requires_grad and later and not self.channels.is_direct(later[0]):
+                awaited.append((use.name, later[0]))
+        if awaited:
+            self._coming = submit(lambda: {name: self._received(stage) for name, stage in awaited})
+
+    def _received(self, source: int) -> Tensor | None:
+        """The tensor that a stage has posted; in host memory."""
+        values: dict[str, Tensor | None] = dict(self.channels.shared.receive_values(source))
+        return values[""]
+
+    def sum_shared(self, waits: bool = True) -> None:
         """Adds up the segments' gradients from the last to the first, from stage to stage, as their
         backwards run; the first holder has the sum.
 
@@ -729,11 +757,9 @@ class Holdings:
         stages.
 
         Args:
-            waits: whether a stage waits until the one before has its sum.
+            waits: whether the first holder has the sum before its next forward.
         """
-        if self._parts:
-            self._sum_parts()
-            return
+        self._are_summed = True
         self.shared.take_own(self.held)
         # Of parameters that turned out to be shared during this step.
         known = {use.name for use in self.shared.uses}
@@ -757,6 +783,7 @@ class Holdings:
             else:
                 use.parameter.grad = total if is_alone(total) else total.clone()
         self.shared.sums.clear()
+        self._coming = None
 
     def _sharers(self, parameter: Tensor) -> list[int]:
         """The stages that add up a shared parameter's gradients, this one included. One that only
@@ -778,25 +805,33 @@ class Holdings:
                 use.parameter.grad = self._receive_optional(use, first)
 
     def _send_optional(self, name: str, tensor: Tensor | None, to: int, waits: bool = True) -> None:
-        if not waits:
+        if to < self.stage and not (waits and self.channels.is_direct(to)):
             posted = self._posted.setdefault((name, to), deque())
             # In front of its last forward, the earlier stage has taken all before these.
-            while len(posted) > self.stage - to:
+            while len(posted) > (0 if waits else self.stage - to):
                 for sent in posted.popleft():
                     sent.wait()
             posted.append(self.channels.shared.post_values({"": tensor}, to))
             return
-        self.channels.send_object(tensor is not None, to)
+        lane: Lane = self.channels
+        if to < self.stage:
+            # On the other lane, that stage may await the step's report. What this lane sent before
+            # has been received by now.
+            lane = self.channels.shared
+            lane.settle()
+        lane.send_object(tensor is not None, to)
         if tensor is not None:
-            self.channels.send_on_device(tensor, to)
+            self.channels.post_on_device(tensor, to)
 
     def _receive_optional(
         self, use: ParameterUse, source: int, waits: bool = True
     ) -> Tensor | None:
-        if not waits:
-            ((_, received),) = self.channels.shared.receive_values(source)
+        if source > self.stage and not (waits and self.channels.is_direct(source)):
+            coming = self._coming.result() if self._coming is not None else {}
+            received = coming[use.name] if use.name in coming else self._received(source)
             return received.to(self.device) if received is not None else None
-        if not self.channels.receive_object(source):
+        lane = self.channels.shared if source > self.stage else self.channels
+        if not lane.receive_object(source):
             return None
         return self.channels.receive_on_device(use.parameter, source)
 

@@ -1049,6 +1049,14 @@ class Pipeline:
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
         reports = partial(self._reporting.begin, given.wants_result, losses)
+        migration_late = migration.late if migration is not None else ()
+
+        def before_last_backward() -> None:
+            if migration is None and self.holdings is not None:
+                self.holdings.begin_sums(self._threads.submit)
+            if sums is not None and not given.accumulation.has_begun:
+                sums.arm(migration_late)
+
         return Step(
             function=given.step,
             microbatches=microbatches,
@@ -1056,11 +1064,7 @@ class Pipeline:
             shared=self.holdings.shared,
             losses=losses,
             after_last_forward=reports if self.is_last else None,
-            before_last_backward=(
-                partial(sums.arm, migration.late if migration is not None else ())
-                if sums is not None and not given.accumulation.has_begun
-                else None
-            ),
+            before_last_backward=before_last_backward,
             is_in_flight=self.channels.num_stages > 1 and len(microbatches) > 1,
             timers=profiler.timers(len(microbatches)) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
@@ -1086,6 +1090,10 @@ class Pipeline:
         self.planning.profiler.end_step()
         # Of layers that the step has not called.
         self.late_updates.finish()
+        if step.migration is None:
+            # Before this stage waits for others: they can use its sums now.
+            with self.section("[PipeShift] sum gradients"):
+                self.holdings.sum_shared()
         self.order = step.order or self.order
         report: Report | None = None
         if self.is_last:

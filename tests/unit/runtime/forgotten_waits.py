@@ -28,7 +28,12 @@ class Forgetful:
 
 
 def forget(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str, method: str, number: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    function: str,
+    method: str,
+    number: int = 0,
+    maker: str = "record_event",
 ) -> None:
     """Takes a wait out of a function: the event that it records has a method that does nothing.
 
@@ -39,14 +44,15 @@ def forget(
         method: ``"wait"``, ``"synchronize"``, or ``"query"``, which then always says that the event
             has been reached.
         number: which of the events that the function records, in the order of the lines.
+        maker: what makes the event: ``"record_event"``, or ``"shared_event"``.
     """
-    record = vars(module)["record_event"]
+    record = vars(module)[maker]
     lines = [
         call.lineno
         for body in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(body, ast.FunctionDef) and body.name == function
         for call in ast.walk(body)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "record_event"
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == maker
     ]
     line = sorted(lines)[number]
 
@@ -54,4 +60,4 @@ def forget(
         event = record(*args, **kwargs)
         return Forgetful(event, method) if sys._getframe(1).f_lineno == line else event
 
-    monkeypatch.setattr(module, "record_event", recorded)
+    monkeypatch.setattr(module, maker, recorded)

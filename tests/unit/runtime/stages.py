@@ -23,6 +23,7 @@ from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import shut_down
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
+from lightning_pipeshift.runtime.offload.shared_memory import address_here
 
 CPU = torch.device("cpu")
 
@@ -31,11 +32,15 @@ _KEPT: list[Channels] = []
 waits for good: connections are kept until the rank has ended, not until its function returns."""
 
 
-def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
+def connect(
+    has_devices: bool = False, shares_memory: bool = False
+) -> tuple[Channels, FailureBoard]:
     """This rank's connections, from the environment.
 
     Args:
         has_devices: whether tensors go from device to device, in groups that gloo stands in for.
+        shares_memory: whether they go through memory that the ranks share: on a CPU, files in
+            memory stand in for a GPU's.
     """
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -53,6 +58,7 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
         devices.want(Purpose.SHARED, combinations(ranks, 2))
     channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
     channels.open_lines()
+    channels.share_memory(address_here(CPU) if shares_memory else None)
     assert groups.bulk is not None
     sockets = groups.pipeline.sockets | groups.bulk.sockets
     board.interrupt = lambda: shut_down(sockets)

@@ -8,6 +8,9 @@ from lightning_pipeshift.runtime.comm.channels import Direction
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
+# Through gloo, or through memory that the ranks share.
+WAYS = pytest.mark.parametrize("shares", [False, True], ids=["sent", "shared memory"])
+
 
 def kinds() -> dict[str, torch.Tensor]:
     numbers = torch.arange(24, dtype=torch.float32)
@@ -33,11 +36,12 @@ def kinds() -> dict[str, torch.Tensor]:
     }
 
 
-def pass_tensors_along(direction: Direction) -> list[tuple[Any, ...]]:
+def pass_tensors_along(direction: Direction, shares: bool) -> list[tuple[Any, ...]]:
     """From the first stage to the last, or back; each stage in between sends on what it got."""
-    channels, _ = connect()
+    channels, _ = connect(shares_memory=shares)
     tensors = list(kinds().values())
     specs = [spec_of(tensor) for tensor in tensors]
+    assert len(channels.shares_memory_with) == 2 * shares
     step = 1 if direction is Direction.PAYLOAD else -1
     order = list(range(channels.num_stages))[::step]
     if channels.stage != order[0]:
@@ -48,9 +52,10 @@ def pass_tensors_along(direction: Direction) -> list[tuple[Any, ...]]:
     return [(tensor.clone(), tuple(tensor.stride()), tensor.dtype) for tensor in tensors]
 
 
+@WAYS
 @pytest.mark.parametrize("direction", list(Direction))
-def test_tensors_of_every_kind_arrive_as_they_left(direction: Direction) -> None:
-    results = run_ranks(pass_tensors_along, 3, direction)
+def test_tensors_of_every_kind_arrive_as_they_left(direction: Direction, shares: bool) -> None:
+    results = run_ranks(pass_tensors_along, 3, direction, shares)
     for result in results[1:] if direction is Direction.PAYLOAD else results[:-1]:
         for (name, sent), (tensor, stride, dtype) in zip(kinds().items(), result, strict=True):
             assert torch.equal(tensor, sent), name
@@ -76,9 +81,9 @@ def test_what_arrives_has_the_strides_that_it_had() -> None:
     assert stride == (3, 1)
 
 
-def many_at_once(num: int) -> list[float]:
+def many_at_once(num: int, shares: bool) -> list[float]:
     """Both directions at once, receives posted late, nothing waited for in between."""
-    channels, _ = connect()
+    channels, _ = connect(shares_memory=shares)
     spec = spec_of(torch.empty(1000))
     here, there = Direction(channels.stage), Direction(1 - channels.stage)
     sent = [
@@ -97,15 +102,16 @@ def many_at_once(num: int) -> list[float]:
     return found[::-1]
 
 
-def test_many_sends_arrive_in_their_order() -> None:
+@WAYS
+def test_many_sends_arrive_in_their_order(shares: bool) -> None:
     num = 200
     expected = [sign * float(n) for n in range(num) for sign in (-1, 1)]
-    assert run_ranks(many_at_once, 2, num) == [expected, expected]
+    assert run_ranks(many_at_once, 2, num, shares) == [expected, expected]
 
 
-def receive_first() -> float:
+def receive_first(shares: bool) -> float:
     """Receives that are posted before the peer sends."""
-    channels, _ = connect()
+    channels, _ = connect(shares_memory=shares)
     spec = spec_of(torch.empty(3))
     if channels.stage == 1:
         receipts = [channels.post_receive([spec], Direction.PAYLOAD, 0)[0] for _ in range(3)]
@@ -121,8 +127,9 @@ def receive_first() -> float:
     return 0.0
 
 
-def test_receives_posted_early() -> None:
-    assert run_ranks(receive_first, 2) == [0.0, 321.0]
+@WAYS
+def test_receives_posted_early(shares: bool) -> None:
+    assert run_ranks(receive_first, 2, shares) == [0.0, 321.0]
 
 
 # The first message holds 4096 bytes; a pickled `bytes` has some bytes around it.

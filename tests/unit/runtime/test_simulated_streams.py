@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
+from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
@@ -30,8 +31,10 @@ from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
+from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients import aggregation, device_rings
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
@@ -533,6 +536,72 @@ def test_sums_on_a_side_stream_wait(number: int, monkeypatch: pytest.MonkeyPatch
     forget(monkeypatch, device_rings, "start", "wait", number)
     with pytest.raises(DataRaceError), SimulatedDevice():
         sum_on_device(monkeypatch)
+
+
+# --- tensors that go through shared memory ---
+
+
+def orders(num_written: int, num_taken: int, num_given: int) -> list[str]:
+    """All orders in which messages are written (W), taken (T) and given back (G)."""
+    found = [] if num_written or num_taken or num_given else [""]
+    if num_given:
+        found += [f"{each}G" for each in orders(num_written, num_taken, num_given - 1)]
+    if num_taken > num_given:
+        found += [f"{each}T" for each in orders(num_written, num_taken - 1, num_given)]
+    if num_written > num_taken:
+        found += [f"{each}W" for each in orders(num_written - 1, num_taken, num_given)]
+    return found
+
+
+def pass_through_memory(patch: pytest.MonkeyPatch, order: str) -> list[Tensor]:
+    """Sends tensors from one rank to another in the same process; each computes on its own stream,
+    and both write to what they have sent or received. Returns what has arrived.
+    """
+    patch.setattr(shared_memory, "exported", lambda memory: memory)
+    patch.setattr(shared_memory, "imported", lambda handle, _: handle)
+    ends = [MemoryEnd(GPU) for _ in range(2)]
+    for rank, end in enumerate(ends):
+        patch.setattr(end, "_aside", partial(side_stream, GPU, f"buffers of rank {rank}"))
+    messages, answers, found = [], [], []
+    with side_stream(GPU, "rank 0"):
+        sent = torch.zeros(5, device=GPU)
+    for each in order:
+        with side_stream(GPU, "rank 1" if each == "T" else "rank 0"):
+            if each == "W":
+                sent += 1
+                messages.append(ends[0].write([sent, sent.double() / 4]))
+            elif each == "T":
+                got = [torch.empty(5, device=GPU), torch.empty(5, dtype=torch.float64, device=GPU)]
+                answers.append(ends[1].take(messages.pop(0), got))
+                found.append(got[0] * got[1])
+                got[0].zero_()
+            else:
+                ends[0].give_back(answers.pop(0))
+    with side_stream(GPU, "rank 1"):
+        return [each.cpu() for each in found]
+
+
+@pytest.mark.parametrize("order", orders(3, 3, 3))
+def test_tensors_go_through_shared_memory(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SimulatedDevice():
+        found = pass_through_memory(monkeypatch, order)
+    assert same(found, [torch.full((5,), n * n / 4, dtype=torch.float64) for n in (1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("function", "maker", "number"),
+    [
+        pytest.param("take", "shared_event", 1, id="the reader for the write"),
+        pytest.param("give_back", "shared_event", 0, id="the buffer for the reader"),
+        pytest.param("write", "record_event", 0, id="the next write for the buffer"),
+    ],
+)
+def test_shared_memory_is_waited_for(
+    function: str, maker: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget(monkeypatch, memory_link, function, "wait", number, maker)
+    with pytest.raises(DataRaceError, match="copy_"), SimulatedDevice():
+        pass_through_memory(monkeypatch, "WTGWTG")
 
 
 # --- layers that move ---

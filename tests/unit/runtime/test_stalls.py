@@ -20,6 +20,7 @@ from lightning_pipeshift.runtime.liveness.stalls import (
     write_stacks,
 )
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.text import print_at_once
 from tests.features_models import fit, on_rank
 from tests.models import LayersOfItsOwn, points
 
@@ -162,17 +163,17 @@ class Stuck(LayersOfItsOwn):
 
 def training(how: Any, folder: str) -> None:
     Stuck.folder = Path(folder)
-    original = failure.print_at_once
+    original = print_at_once
 
     def say(text: str) -> None:
         original(text)
         (Path(folder) / "said").touch()
 
-    failure.print_at_once = say
+    vars(failure)["print_at_once"] = say
     try:
         fit(how, Stuck, points(4), max_epochs=1, default_root_dir=folder)
     finally:
-        failure.print_at_once = original
+        vars(failure)["print_at_once"] = original
 
 
 def test_the_first_rank_says_who_is_waited_for(

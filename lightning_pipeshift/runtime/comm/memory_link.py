@@ -1,0 +1,319 @@
+"""Sends tensors between two ranks of one host through device memory that both can reach.
+
+gloo carries a GPU's tensors through host memory: a copy to the host that the sender waits for, a
+socket, and a copy to the device that the receiver waits for. Here the sender copies into a buffer
+of its own device, which the receiver has opened once (by CUDA IPC), and the receiver copies out of
+it. What goes through gloo is a small message that says in which buffer the tensors are, and another
+one back when they have been taken. Two events for each buffer order the devices' work: the receiver
+reads behind the write, the sender reuses the buffer behind the read. No host waits for a device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.devices.streams import (
+    SharedEvent,
+    record_event,
+    shared_event,
+    side_stream,
+)
+from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject, gathered
+from lightning_pipeshift.runtime.offload.shared_memory import (
+    Address,
+    Opening,
+    SharedBufferPool,
+    opened,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Where a tensor begins in a buffer: at a multiple of this, as kernels read 16 bytes at once.
+_ALIGNMENT: Final = 256
+
+
+class Written(NamedTuple):
+    """A message: tensors are in a buffer.
+
+    Args:
+        opening: opens the buffer.
+        event: the handle of the event behind the write; ``None`` if it has been sent before.
+    """
+
+    opening: Opening
+    event: Any
+
+
+class Taken(NamedTuple):
+    """The answer: the tensors are being copied out of the buffer.
+
+    Args:
+        number: the buffer's.
+        event: the handle of the event behind the read; ``None`` if it has been sent before.
+    """
+
+    number: int
+    event: Any
+
+
+class _Opened(NamedTuple):
+    """The other rank's buffer, and its events."""
+
+    memory: Tensor
+    written: SharedEvent
+    read: SharedEvent
+
+
+class MemoryEnd:
+    """One rank's buffers for another rank, and what it has opened of that rank's.
+
+    Args:
+        device: this rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool = SharedBufferPool(device)
+        self._pool.is_shared = True
+        # By the buffers' numbers: those that the other rank has not taken the tensors out of yet,
+        # and the events of all.
+        self._full: dict[int, Tensor] = {}
+        self._size = 0
+        self._written: dict[int, SharedEvent] = {}
+        self._read: dict[int, SharedEvent] = {}
+        self._opened: dict[int, _Opened] = {}
+
+    def _aside(self) -> AbstractContextManager[None]:
+        # Buffers belong to a stream of their own, so that no work of other streams delays them.
+        return side_stream(self.device, "buffers of payloads")
+
+    def write(self, tensors: Sequence[Tensor]) -> Written:
+        """Copies tensors into a buffer. Work queued after this call may change them.
+
+        Args:
+            tensors: contiguous vectors.
+
+        Raises:
+            RuntimeError: memory of this device cannot be shared.
+        """
+        # All of one size: the slices of a batch differ a little, and opening a buffer takes long.
+        self._size = max(self._size, _places(tensors)[-1])
+        with self._aside():
+            self._pool.claim(self._size)
+            buffer = self._pool.take(self._size)
+            opening = self._pool.opening(buffer)
+            is_free = record_event(self.device)
+        if opening is None:
+            raise RuntimeError("there is no more memory that processes can share")
+        is_free.wait()
+        with torch.no_grad():
+            for part, tensor in _parts(buffer, tensors):
+                part.copy_(tensor, non_blocking=True)
+        handle = None
+        if opening.handle is not None:
+            event = self._written[opening.number] = shared_event(self.device)
+            handle = event.handle
+        self._written[opening.number].record()
+        self._full[opening.number] = buffer
+        for number in opening.gone:
+            del self._written[number], self._read[number]
+        return Written(opening, handle)
+
+    def take(self, message: Written, tensors: Sequence[Tensor]) -> Taken:
+        """Copies what the other rank has written into tensors of this rank.
+
+        Args:
+            message: from :meth:`write` of the other rank.
+            tensors: contiguous vectors, of the lengths and types of those there.
+
+        Raises:
+            OSError, RuntimeError: its memory cannot be reached from here.
+        """
+        opening, handle = message.opening, None
+        for number in opening.gone:
+            # Torch waits for the current stream before it closes the memory.
+            with self._aside():
+                self._opened[number].read.wait()
+                del self._opened[number]
+        if opening.handle is not None:
+            with self._aside():
+                memory = opened(opening.handle, self.device)
+            read = shared_event(self.device)
+            written = shared_event(memory.device, message.event)
+            self._opened[opening.number] = _Opened(memory, written, read)
+            handle = read.handle
+        memory, written, read = self._opened[opening.number]
+        written.wait()
+        with torch.no_grad():
+            for part, tensor in _parts(memory, tensors):
+                tensor.copy_(part, non_blocking=True)
+        read.record()
+        return Taken(opening.number, handle)
+
+    def give_back(self, answer: Taken) -> None:
+        """Makes a buffer free for other tensors.
+
+        Args:
+            answer: from :meth:`take` of the other rank.
+        """
+        if answer.event is not None:
+            self._read[answer.number] = shared_event(self.device, answer.event)
+        buffer = self._full.pop(answer.number)
+        self._pool.was_opened(buffer)
+        with self._aside():
+            self._read[answer.number].wait()
+        self._pool.give(buffer)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor begins in a buffer, in bytes; and, last, the buffer's size."""
+    places = [0]
+    for tensor in tensors:
+        places.append(-(-(places[-1] + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    return places
+
+
+def _parts(buffer: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of a buffer for tensors that are not empty, each with the tensor's bytes."""
+    for begin, tensor in zip(_places(tensors), tensors, strict=False):
+        if tensor.nbytes:
+            yield buffer[begin : begin + tensor.nbytes], tensor.view(torch.uint8)
+
+
+class MemoryLink:
+    """Sends tensors to one other stage, and receives from it, in the order of the calls.
+
+    Args:
+        end: this rank's buffers.
+        messages: a lane for messages to the other stage and from it.
+        answers: a lane for the answers.
+        peer: the other stage's rank.
+    """
+
+    def __init__(self, end: MemoryEnd, messages: Lane, answers: Lane, peer: int) -> None:
+        self.end = end
+        self.messages = messages
+        self.answers = answers
+        self._peer = peer
+        self._awaited: deque[PostedObject] = deque()
+        self._num_sent = 0
+
+    def send(self, tensors: Sequence[Tensor]) -> int:
+        """Sends vectors, without waiting. Work queued after this call may change them. Returns the
+        number of the message, for :meth:`settle`.
+        """
+        to = self.messages.ranks.index(self._peer)
+        self.messages.send_object(self.end.write(tensors), to)
+        self._awaited.append(self.answers.post_object(to))
+        self._num_sent += 1
+        return self._num_sent
+
+    def settle(self, number: int | None = None) -> None:
+        """Waits until the other stage has received a message, and all before it; by default all.
+        What it does with the tensors may still be under way on its device.
+        """
+        left = 0 if number is None else self._num_sent - number
+        while len(self._awaited) > left:
+            posted = self._awaited.popleft()
+            self.end.give_back(self.answers.receive_object(posted.source, posted))
+            self.messages.settle(len(self._awaited))
+
+    def post_receive(self, tensors: Sequence[Tensor]) -> Arrival:
+        """Receives into vectors what the other stage sends next."""
+        source = self.messages.ranks.index(self._peer)
+        return Arrival(self, tensors, self.messages.post_object(source))
+
+
+class Arrival:
+    """A posted receive.
+
+    Args:
+        link: where to receive.
+        tensors: what to receive into.
+        posted: the receive of the message.
+    """
+
+    def __init__(self, link: MemoryLink, tensors: Sequence[Tensor], posted: PostedObject) -> None:
+        self._link = link
+        self._tensors = tensors
+        self._posted: PostedObject | None = posted
+
+    def wait(self) -> None:
+        """Waits for the message, not for the device; from then on the tensors may be used."""
+        posted, self._posted = self._posted, None
+        if posted is None:
+            return
+        link = self._link
+        message = link.messages.receive_object(posted.source, posted)
+        # The other stage has posted the receives of all answers, so this does not wait.
+        link.answers.settle()
+        link.answers.send_object(link.end.take(message, self._tensors), posted.source)
+
+
+def ranks_with_shared_memory(
+    lane: Lane, address: Address | None, device: torch.device
+) -> frozenset[int]:
+    """The ranks of a lane that can reach this rank's memory, and this rank theirs: each pair with
+    equal addresses tries it. Every rank of the lane calls this.
+
+    Args:
+        lane: for objects.
+        address: that of this process; ``None`` to share no memory.
+        device: this rank's.
+    """
+    addresses = dict(gathered((lane.ranks[lane.stage], address), lane.control, lane.watched))
+    ends = {
+        stage: MemoryEnd(device)
+        for stage, rank in enumerate(lane.ranks)
+        if stage != lane.stage and address is not None and addresses[rank] == address
+    }
+    proof = torch.arange(4, device=device)
+    for stage, end in ends.items():
+        lane.send_object(_tried(partial(end.write, [proof])), stage)
+    answers: dict[int, Taken | str] = {}
+    for stage, end in ends.items():
+        message: Written | str = lane.receive_object(stage)
+        answers[stage] = _tried(partial(_checked, end, message, proof))
+        lane.send_object(answers[stage], stage)
+    found = set()
+    for stage in ends:
+        failures = [one for one in (answers[stage], lane.receive_object(stage)) if type(one) is str]
+        if not failures:
+            found.add(lane.ranks[stage])
+            continue
+        log.warning(
+            "PipeShift: the memory of the devices of ranks %d and %d cannot be shared (%s), so"
+            " tensors between them go through the host's memory.",
+            lane.ranks[lane.stage],
+            lane.ranks[stage],
+            failures[0],
+        )
+    lane.settle()
+    return frozenset(found)
+
+
+def _checked(end: MemoryEnd, message: Written | str, expected: Tensor) -> Taken:
+    if isinstance(message, str):
+        raise RuntimeError(message)
+    answer = end.take(message, [copy := torch.zeros_like(expected)])
+    if not torch.equal(copy, expected):
+        raise RuntimeError("other values arrive")
+    return answer
+
+
+def _tried(act: Callable[[], T]) -> T | str:
+    """What a function returns, or why it fails."""
+    try:
+        return act()
+    except (OSError, RuntimeError) as error:
+        return str(error)
