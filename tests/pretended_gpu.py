@@ -23,17 +23,17 @@ from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat import torch_private
-from lightning_pipeshift.devices import interception, simulated, simulated_torch
-from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.runtime.offload import shared_memory
+from tests.simulated import device, interception, torch_streams
+from tests.simulated.device import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
 _OWN_FILES = (
     __file__,
-    simulated.__file__,
-    simulated_torch.__file__,
+    device.__file__,
+    torch_streams.__file__,
     interception.__file__,
     torch_private.__file__,
 )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices import streams
 from lightning_pipeshift.devices.host_memory import pinned_buffer, pinned_like
-from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
 from lightning_pipeshift.devices.streams import (
     elapsed_seconds,
     keep_for_stream,
@@ -26,6 +25,7 @@ from lightning_pipeshift.devices.streams import (
     side_stream,
     synchronize,
 )
+from tests.simulated.device import DataRaceError, SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 

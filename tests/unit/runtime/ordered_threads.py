@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift.devices.simulated import SimulatedDevice
+from tests.simulated.device import SimulatedDevice
 from tests.unit.runtime.interleaving import Interleaving
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
     StreamCopier,
@@ -25,6 +24,7 @@ from lightning_pipeshift.runtime.offload.copying import (
     copier_of,
 )
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS
+from tests.simulated.device import SimulatedDevice
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
 from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.runtime.comm import threads as threads_module
@@ -28,6 +27,7 @@ from lightning_pipeshift.runtime.offload import activation_store, copying, lendi
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
+from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.forgotten_waits import forget
 from tests.unit.runtime.interleaving import Interleaving
 from tests.unit.runtime.ordered_threads import OrderedThreads

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.planning.profiling import Profiler
+from tests.simulated.device import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 import pytest
 import torch
 
-from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.plan.schedule.actions import Action, parse_row
 from lightning_pipeshift.runtime.comm.channels import lane_name
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, Turns, Urgency
 from lightning_pipeshift.runtime.recording import recorder as recorder_module
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import RankRecord, What
+from tests.simulated.device import SimulatedDevice
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
 from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
@@ -49,6 +48,7 @@ from lightning_pipeshift.runtime.ownership import migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
+from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.forgotten_waits import forget
 from tests.unit.runtime.stages import connect
 from tests.unit.runtime.test_activation_store import ROWS, Stage, layers_of, same, saved_by

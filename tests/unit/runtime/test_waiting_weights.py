@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
 from lightning_pipeshift.errors import BudgetError, LayerError
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.runtime.offload import copying
 from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
 from lightning_pipeshift.runtime.offload.optimizer_state import OptimizerStates
 from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
+from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.forgotten_waits import forget
 
 CPU = torch.device("cpu")

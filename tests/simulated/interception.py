@@ -21,7 +21,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from lightning_pipeshift.devices.simulated import SimulatedDevice
+    from tests.simulated.device import SimulatedDevice
 
 CPU: Final = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Operations(OperationMode):
     """Sees what torch's kernels are given, the backward's too."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
 
     def operation(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:

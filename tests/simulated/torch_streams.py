@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices import cuda
-from lightning_pipeshift.devices.ordering import Clock
+from tests.simulated.ordering import Clock
 
 if TYPE_CHECKING:
-    from lightning_pipeshift.devices.simulated import SimulatedDevice
+    from tests.simulated.device import SimulatedDevice
 
 COMPUTE = "the compute stream"
 

@@ -42,10 +42,10 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.devices.interception import Functions, MemoryPlace, Operations
-from lightning_pipeshift.devices.ordering import HOST, Clock, History, Ordering, Region
-from lightning_pipeshift.devices.simulated_torch import Stream, StreamsOfTorch
 from lightning_pipeshift.devices.streams import Accelerator, simulating
+from tests.simulated.interception import Functions, MemoryPlace, Operations
+from tests.simulated.ordering import HOST, Clock, History, Ordering, Region
+from tests.simulated.torch_streams import Stream, StreamsOfTorch
 
 T = TypeVar("T")
 
@@ -53,9 +53,7 @@ T = TypeVar("T")
 _NOT_ASKING = (
     "/torch/",
     "/contextlib",
-    "/devices/simulated.py",
-    "/devices/simulated_torch.py",
-    "/devices/interception.py",
+    "/tests/simulated/",
     "/compat/torch_private.py",
 )
 

@@ -1,0 +1,1 @@
+"""A device that computes asynchronously, for tests on a machine without a GPU."""
