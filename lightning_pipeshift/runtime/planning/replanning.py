@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -40,6 +41,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.decisions import Decisions
+from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.move_decision import (
     Decider,
@@ -52,16 +54,13 @@ from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
 
-_EXTREMES: Final = (0.1, 0.9)
-"""The quantiles between which nearly all measurements of a quantity lie."""
-
 _SURE_GAIN: Final = 0.2
 """By which fraction a step has to get shorter for another order of the ranks, as long as devices
 have been measured for a moment only: equal ones may look so different then.
 """
 
-_DRAINED_WINDOWS: Final = 4
-"""After so many windows without layers a stage is measured again."""
+_SLOWER: Final = 1.1
+"""A rank that was so many times as slow before layers were taken from it may be fast again."""
 
 
 @dataclass
@@ -71,8 +70,8 @@ class _Coming:
     Args:
         plan: the one in force.
         steps: how many were measured.
-        took: the seconds of one.
-        mine: the measurements: the usual ones, and the extremes.
+        took: the seconds of one, by this rank's clock.
+        mine: the measurements.
         carried: what the rank has sent to other stages meanwhile.
         age: how many steps old they are.
         is_sent: whether they have left this rank.
@@ -80,8 +79,8 @@ class _Coming:
 
     plan: Plan
     steps: int
-    took: float
-    mine: list[RankFigures]
+    took: Estimate
+    mine: RankFigures
     carried: tuple[Carried, ...]
     age: int = 0
     is_sent: bool = False
@@ -127,10 +126,10 @@ class Replanning:
         self._decision: tuple[Future[Decision], Plan] | None = None
         self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
-        # Seconds of a slice of the probe on this rank, and the number of windows since it has had
-        # layers.
+        # Seconds of a slice of the probe on this rank at the start; and how many times as long it
+        # took when the rank was probed, since layers were taken from it.
         self._slice_seconds: float | None = None
-        self._num_drained = 0
+        self._probe_times = ProbeTimes()
         self._slowdown: float | None = None
         # Whether the first rank is making a decision.
         self._is_deciding = False
@@ -468,18 +467,13 @@ class Replanning:
         is_due = self.measures and steps and self.profiler.num_measured >= steps
         if not is_due or self._is_deciding or self._coming is not None:
             return
-        goes_on = self._settings.watch is not None
-        if self.decisions.awaits_gain:
-            self.decisions.measured(self.profiler.step_seconds)
-            self.profiler.begin_anew(for_good=not goes_on)
-            return
         own = list(own)
-        is_last = self._replicas.is_last_stage
-        middle = self._without_layers(own, self.profiler.figures(own, gates, optimizers, is_last))
-        mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
+        took = self.profiler.took(steps)
+        figures = self.profiler.figures(
+            own, gates, optimizers, self._replicas.is_last_stage, fewest=steps
+        )
+        mine = self._probed(own, figures, took)
         self._is_deciding = not self._settings.only_measures
-        took = self.profiler.step_seconds
-        assert took is not None
         self._coming = _Coming(plan, steps, took, mine, self.profiler.links.since())
         if lag:
             # The others may be as far behind when this step ends.
@@ -488,16 +482,23 @@ class Replanning:
         if self._is_deciding:
             self.profiler.next_window()
 
-    def _without_layers(self, own: Sequence[int], figures: RankFigures) -> RankFigures:
-        """The figures of this rank. Those of a stage that was drained are measured again now and
-        then, by the probe's short computation: what they were when it had layers may be over.
+    def _probed(self, own: Sequence[int], figures: RankFigures, took: Estimate) -> RankFigures:
+        """The figures of this rank. If it counts as slow since layers were taken from it, and does
+        not look slow now, it is probed now and then.
         """
-        if own or self._slice_seconds is None:
-            self._num_drained, self._slowdown = 0, None
-            return figures
-        self._num_drained += 1
-        if self._num_drained % _DRAINED_WINDOWS == 0:
-            self._slowdown = max(min(time_slices(self._device)), 1e-9) / self._slice_seconds
+        before, now = (
+            sum(sum(times[layer]) for layer in own if layer in times)
+            for times in (figures.earlier, figures.times)
+        )
+        is_held = bool(figures.earlier) and before > _SLOWER * now
+        if not figures.earlier:
+            self._slowdown = None
+        seconds = self._probe_times.seconds(
+            is_held or not own, self.profiler.pause_seconds, self._window * took.mean
+        )
+        if seconds and self._slice_seconds:
+            slices = time_slices(self._device, seconds)
+            self._slowdown = max(fmean(slices), 1e-9) / self._slice_seconds
         if self._slowdown is None:
             return figures
         return replace(figures, earlier={}, slowdown=self._slowdown)
@@ -517,26 +518,28 @@ class Replanning:
         is_first, is_over = self._replicas.rank == 0, coming.age > lag
         found_by_rank = None
         if is_over if is_first else not coming.is_sent:
-            found_by_rank = gather_figures((coming.mine, coming.carried), self._replicas)
+            mine = coming.mine, coming.took, coming.carried
+            found_by_rank = gather_figures(mine, self._replicas)
             coming.is_sent = True
         if is_over:
             self._coming = None
             self.is_measured |= not is_first
         if found_by_rank is None:
             return
-        figures, carried = zip(*found_by_rank, strict=True)
+        figures, all_took, carried = zip(*found_by_rank, strict=True)
         num_messages = coming.steps * coming.plan.microbatches
         self._cluster, links = measured_links(self._cluster, carried, num_messages)
-        usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
-        self.measured = usual.compared(coming.plan, coming.took)
-        self._cluster = usual.cluster
+        # A step ends when its last rank does.
+        took = max(all_took)
+        learned = self._learned(figures)
+        self.measured = learned.compared(coming.plan, took.mean)
+        self._cluster = learned.cluster
         # Another thread may ask for the measurements as soon as it is said that there are some.
         self.is_measured = True
         if self._is_deciding:
             # Planning takes longer than a small step.
-            window = Window(
-                coming.steps, coming.took, self.measured, extremes, self.steps_left, links
-            )
+            errors = [each.error for each in figures]
+            window = Window(coming.steps, took, self.measured, errors, self.steps_left, links)
             decide = partial(self._decider.decide, coming.plan, window)
             self._decision = self._threads.submit(decide), coming.plan
 
@@ -573,5 +576,5 @@ class Replanning:
         self._is_deciding = False
         self.profiler.take_working_bytes(found.working_bytes)
         self.decisions.accept(found)
-        if found.is_new or self._settings.watch is None:
+        if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)
