@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,15 @@ class Seen(L.Callback):
         self.counts.append(trainer.strategy.plan.placement.counts[0])
 
 
-def train(callbacks: list[L.Callback], num_batches: int = 14, slows_down: bool = False) -> Any:
+def train(
+    callbacks: list[L.Callback], num_batches: int = 14, slows_down: bool = False, **how: Any
+) -> Any:
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
     module, seen = built(Sleeper), Seen()
     others: list[L.Callback] = [SlowsDown()] if slows_down else []
     trainer = quiet_trainer(
-        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4}},
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4, **how}},
         callbacks=[*others, *callbacks, seen],
         max_epochs=1,
         logger=CSVLogger("logs", name=None, version="") if callbacks else False,
@@ -256,7 +258,7 @@ def test_a_cpu_quota_is_seen_and_the_slow_rank_is_named() -> None:
     moved, stays = run_ranks(stops, 2, True), run_ranks(stops, 2, False)
     counts = moved[0]["counts"]
     assert counts[0] == (4, 4)
-    assert counts[-1] == (6, 2)
+    assert counts[-1][0] >= 6
     assert sum(a != b for a, b in pairwise(counts)) == 1
     for one, other in zip(moved, stays, strict=True):
         assert not differences(one["parameters"], other["parameters"], 0, 0)
@@ -265,8 +267,48 @@ def test_a_cpu_quota_is_seen_and_the_slow_rank_is_named() -> None:
     assert slow[0] == "1"
     assert int(slow[1]) == pytest.approx(400, rel=0.1)
     (change,) = moved[0]["decisions"]
-    assert f"step {change['step']}: layers move, [4, 4] becomes [6, 2]: a step took" in text
+    assert f"step {change['step']}: layers move, [4, 4] becomes {list(counts[-1])}: a step" in text
     assert text.rstrip().endswith("; kept.")
+
+
+class Swells(L.Callback):
+    """The last stage is slow; but the first one is even slower with more than four layers."""
+
+    def on_train_batch_start(self, trainer: Any, *given: Any) -> None:
+        if os.environ["RANK"] == "1":
+            SLOW["factor"] = 3.0
+        elif trainer.fit_loop.epoch_loop.total_batch_idx > 0:
+            SLOW["factor"] = 5.0 if trainer.strategy.plan.placement.counts[0][0] > 4 else 1.0
+
+
+def swells(partition: Any, watches: bool) -> Any:
+    go_by_sleep()
+    watching = [LayerMigration(patience=4)] if watches else []
+    with hearing() as heard:
+        callbacks = [Swells(), *watching, AwaitsPlanning()]
+        found = train(callbacks, 60, partition=partition, profile_steps=4)
+    return {**found, "heard": heard}
+
+
+@pytest.mark.parametrize(("partition", "watches"), [([4, 4], True), ("auto", False)])
+def test_a_move_that_makes_steps_slower_is_undone_and_not_tried_again(
+    partition: Any, watches: bool
+) -> None:
+    first, second = run_ranks(swells, 2, partition, watches)
+    spans = [counts for counts, _ in groupby(first["counts"])]
+    (start, moved, *end) = spans
+    assert start == (4, 4)
+    assert moved[0] > 4
+    assert end == [(4, 4)], "and there it stays"
+    made, back = first["decisions"]
+    assert second["decisions"] == first["decisions"]
+    assert made["verdict"] == "undone"
+    assert made["expected_seconds"] < made["before_seconds"] < made["after_seconds"]
+    # The way back is measured, too.
+    assert (back["verdict"], back["before_seconds"]) == ("kept", made["after_seconds"])
+    assert back["expected_seconds"] == made["before_seconds"]
+    assert back["after_seconds"] == pytest.approx(made["before_seconds"], rel=0.05)
+    assert any(line.endswith("; undone.") for line in first["heard"])
 
 
 class Recovers(L.Callback):

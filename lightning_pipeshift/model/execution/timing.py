@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,15 +43,10 @@ class Samples:
         self._values.append(value)
         self.count += 1
 
-    def quantile(self, level: float) -> float:
-        """A quantile of the samples, interpolated. Occasional disturbances of the machine do not
-        change the median, at 0.5.
-        """
-        ordered = sorted(self._values)
-        place = level * (len(ordered) - 1)
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    @property
+    def median(self) -> float:
+        """The median of the samples: occasional disturbances of the machine do not change it."""
+        return median(self._values)
 
 
 class Timer(LayerListener):
@@ -138,15 +134,15 @@ class Timer(LayerListener):
     def typical_seconds(self) -> float:
         """The work in all samples, if each of a layer had taken as long as the median one."""
         return sum(
-            found.count * found.quantile(0.5)
+            found.count * found.median
             for (what, _), found in self._samples.items()
             if what in _WORK
         )
 
-    def quantile(self, what: str, number: int = -1, level: float = 0.5) -> float | None:
-        """See :meth:`Samples.quantile`; ``None`` if there are no samples."""
+    def median(self, what: str, number: int = -1) -> float | None:
+        """See :attr:`Samples.median`; ``None`` if there are no samples."""
         samples = self._samples.get((what, number))
-        return samples.quantile(level) if samples else None
+        return samples.median if samples else None
 
     def forget(self) -> None:
         """Discards all samples, for example those of warm-up steps."""

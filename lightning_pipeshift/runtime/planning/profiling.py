@@ -81,6 +81,10 @@ class Profiler:
         self._times_before: dict[int, Times] = {}
         self._work_before: list[float] = []
         self._earlier: dict[int, Times] = {}
+        # These times as they were before this rank's layers changed.
+        self._held_before: dict[int, Times] = {}
+        self.is_undone = False
+        """Whether the next change of the plan undoes the one before it."""
         self._outside = Samples()
         # Of each step under this plan: its seconds, and the work of a timed microbatch.
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
@@ -203,7 +207,7 @@ class Profiler:
             earlier=self._earlier,
             error=error,
             extra=self._extra(times.values(), stretch),
-            outside_seconds=self._outside.quantile(0.5) if len(self._outside) else None,
+            outside_seconds=self._outside.median if len(self._outside) else None,
             saved_bytes={
                 layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
             },
@@ -270,12 +274,15 @@ class Profiler:
         """Keeps the times that this rank had before layers were taken from it: with less to do, a
         device with a CPU quota looks as fast as one without. They hold until it gets layers again.
         """
-        if own < self._own:
-            self._earlier = self._times_before
-            ordered = sorted(self._work_before)
-            self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
-        elif own != self._own:
-            self._earlier = {}
+        if own != self._own:
+            held, self._earlier = self._earlier, {}
+            if self.is_undone:
+                self._earlier = self._held_before
+            elif own < self._own:
+                self._earlier = self._times_before
+                ordered = sorted(self._work_before)
+                self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
+            self._held_before, self.is_undone = held, False
         if times:
             self._times_before = times
             self._work_before = [self._num_timed * seconds for seconds in self._work]
@@ -284,9 +291,7 @@ class Profiler:
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:
         times = {}
         for layer in layers:
-            forward, backward = (
-                self.timer.quantile(what, layer) for what in ("forward", "backward")
-            )
+            forward, backward = (self.timer.median(what, layer) for what in ("forward", "backward"))
             if forward is not None:
                 times[layer] = (stretch * forward, stretch * (backward or 0.0))
         return times
@@ -295,7 +300,7 @@ class Profiler:
         own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
         found = []
         for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
-            seconds = [self.timer.quantile(kind.name) for kind in kinds]
+            seconds = [self.timer.median(kind.name) for kind in kinds]
             if seconds[1] is None:
                 return None
             taken = stretch * sum(filter(None, seconds))

@@ -53,6 +53,7 @@ from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
+from lightning_pipeshift.timeline.outcomes import UNDONE
 
 _SURE_GAIN: Final = 0.2
 """By which fraction a step has to get shorter for another order of the ranks, as long as devices
@@ -575,6 +576,7 @@ class Replanning:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding = False
         self.profiler.take_working_bytes(found.working_bytes)
+        self.profiler.is_undone = found.judged is not None and found.judged.verdict == UNDONE
         self.decisions.accept(found)
         if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)
