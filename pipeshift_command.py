@@ -1,7 +1,8 @@
 """The ``pipeshift`` command.
 
 It is not in the package, because importing the package imports torch and Lightning, which takes
-several seconds: ``pipeshift --help`` and ``pipeshift status``, ``move`` and ``lanes`` need neither.
+several seconds: ``pipeshift --help`` and ``pipeshift status``, ``move`` and ``lanes`` need neither,
+nor does ``plan`` for machines that are described in a file.
 """
 
 from __future__ import annotations
@@ -55,9 +56,18 @@ def main() -> None:
     elif arguments[:1] == ["lanes"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.lanes import main as run
+    elif arguments[:1] == ["plan"] and not _measures(arguments[1:]):
+        _leave_out_package_code()
+        from lightning_pipeshift.commands.planning import command as run
     else:
         from lightning_pipeshift.commands.cli import main as run
     run()
+
+
+def _measures(arguments: list[str]) -> bool:
+    """Whether ``pipeshift plan`` with these arguments measures the present machines."""
+    described = ("--cluster", "--profile", "-h", "--help")
+    return not any(word.split("=")[0] in described for word in arguments)
 
 
 def _leave_out_package_code() -> None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
+from lightning_pipeshift.errors import ConfigurationError
+
 _UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SIZES: Final = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40
+}  # fmt: skip
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
 
 
 def bytes_text(number: float) -> str:
@@ -67,3 +74,31 @@ def layers_text(names: Sequence[str]) -> str:
     if len(names) < 3:
         return ", ".join(names) or "none"
     return f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | None:
+    """A size in bytes; ``None`` for ``"auto"``.
+
+    Args:
+        name: the argument's.
+        size: a number, or text with a unit.
+        least: the smallest allowed value.
+
+    Raises:
+        ConfigurationError: it is not a size.
+    """
+    number: float | None = None
+    if isinstance(size, str):
+        if size.strip().lower() == "auto":
+            return None
+        match = _SIZE.fullmatch(size)
+        if match is not None:
+            number = float(match[1]) * _SIZES[(match[2] or "").lower()]
+    elif isinstance(size, int | float) and not isinstance(size, bool):
+        number = float(size)
+    if number is None or not least <= number < float("inf"):
+        raise ConfigurationError(
+            f"MemoryCompression({name}={size!r}): pass bytes as a number of at least {least:g}, a"
+            " text such as '20GB' or '512 MiB', or 'auto'."
+        )
+    return number

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_pipeshift.checkpoint import export
 from lightning_pipeshift.commands import check as check_command
 from lightning_pipeshift.commands import doctor as doctor_command
+from lightning_pipeshift.commands import measuring as measuring_command
 from lightning_pipeshift.commands import memory as memory_command
-from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 
@@ -75,7 +75,7 @@ def _run() -> None:
     configured = {
         "check": check_command.main,
         "doctor": doctor_command.main,
-        "plan": planning_command.main,
+        "plan": measuring_command.main,
         "memory": memory_command.main,
     }
     if sys.argv[1:2] and sys.argv[1] in configured:

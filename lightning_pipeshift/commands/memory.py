@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from lightning_pipeshift.commands.planning import add_budgets, measured_strategy, plugin_of
+from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
+from lightning_pipeshift.commands.planning import add_budgets
+from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
-from lightning_pipeshift.pictures.figure import require_matplotlib, save
-from lightning_pipeshift.pictures.memory import memory_chart
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
@@ -30,7 +29,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_budgets(parser)
-    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw it too (matplotlib)")
+    parser.add_argument(
+        "--picture", action=Removed, advice="Omit it: the text that is printed draws the same."
+    )
     return parser
 
 
@@ -41,8 +42,6 @@ def main(arguments: Sequence[str]) -> None:
         parser.print_help()
         return
     options, rest = parser.parse_known_args(list(arguments))
-    if options.picture is not None:
-        require_matplotlib()
     plugin = plugin_of(options) or MemoryCompression()
     strategy = measured_strategy(rest, "memory", plugin)
     machines = machines_of(strategy)
@@ -52,9 +51,6 @@ def main(arguments: Sequence[str]) -> None:
         if len(machines) > 1:
             print(f"\n════ virtual machine {vm} ".ljust(100, "═"))
         print(report(machine))
-    if options.picture is not None:
-        save(memory_chart(machines), options.picture)
-        print(f"\ndrawn in {options.picture}")
 
 
 def machines_of(strategy: Any) -> list[MachineMemory] | None:

@@ -1,4 +1,5 @@
-"""``pipeshift plan``: measures, plans and prints, without training.
+"""``pipeshift plan``: plans and prints, without training. Imports neither torch nor Lightning:
+what measures the present machines is in :mod:`.measuring`.
 
 Settings that change no bit of a run's results (the owners of layers, the recomputation) are chosen
 while it runs. Settings that do (the numbers of virtual machines and microbatches, the shares of the
@@ -8,54 +9,46 @@ batch) are chosen here and saved, so that the run can be repeated.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import textwrap
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    Callback,
-    Checkpoint,
-    EarlyStopping,
-    ModelSummary,
-    ProgressBar,
-)
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers.logger import DummyLogger
-
+from lightning_pipeshift.commands.brief_errors import brief_errors
+from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
-from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
-from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.document.files import (
-    load_cluster,
-    load_profile,
-    save_cluster,
-    save_profile,
-)
+from lightning_pipeshift.plan.document.files import load_cluster, load_profile
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Link
 from lightning_pipeshift.plan.inputs.known_kinds import completed
+from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.integer_programming import MOST_PLACES
-from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
-from lightning_pipeshift.text import bytes_text, count_text
+from lightning_pipeshift.text import bytes_of_text, bytes_text, count_text, table
 
-_ENOUGH_STEPS: Final = 100_000
-_SHOWN_EVERY: Final = 5
 _MOST_SHOWN: Final = 4
+_MOST_ROWS: Final = 16
+
+_ASSUMED_INSIDE: Final = Link(1e-5, 10e9)
+_ASSUMED_OUTSIDE: Final = Link(1e-4, 125e6)
+"""Links that a cluster's file does not give: 10 GB/s, two thirds of what PCIe 3.0 with 16 lanes can
+carry (15.75 GB/s: PCI-SIG), and an office's Ethernet, 1 Gbit/s. Taken for free, they would promise
+speed that is not there."""
+
+_LEFT_FREE: Final = 0.1
+"""The part of a device's memory that no plan uses: for the driver's context, fragments between
+tensors, and the kernels' workspaces. ``MemoryCompression(budget="auto")`` leaves as much."""
 
 Made = tuple[Plan, Arrangement, Arrangement | None]
-"""A plan, its arrangement, and the uniform split for comparison, if that is possible."""
+"""A plan, its arrangement, and the uniform split for comparison, if that fits."""
 
 
 def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
@@ -76,14 +69,22 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
             even = compressed(profile, cluster, request, even)
         except BudgetError:
             even = None
+    elif _room_bytes(even, cluster) < 0:
+        even = None
     return plan_of_arrangement(best, profile, cluster), best, even
 
 
-def _save_and_show(made: Made, cluster: Cluster, out: Path) -> None:
-    plan, best, even = made
+def plan_and_show(profile: Profile, cluster: Cluster, request: PlanRequest, out: Path) -> None:
+    """Makes the best plan, writes it to a file, and prints it.
+
+    Raises:
+        PlanError, BudgetError: see :func:`make`.
+    """
+    plan, best, even = make(profile, cluster, request)
     plan.save(out)
     # As it will be read from the file, where the prediction is rounded.
     print(report((Plan.load(out), best, even), cluster))
+    print("\n" + textwrap.fill(_samples(best, request), 100))
 
 
 def report(made: Made, cluster: Cluster) -> str:
@@ -106,7 +107,7 @@ def report(made: Made, cluster: Cluster) -> str:
         ("largest peak of memory", [_peak(a) for _, a in columns]),
         ("least memory left", [_room(a, cluster) for _, a in columns]),
     ]
-    lines = [str(plan), ""]
+    lines = [str(plan), "", *_devices(plan, best, cluster), ""]
     lines += [f"{name:<24}" + "".join(f"{cell:>21}" for cell in cells) for name, cells in rows]
     if best.tried:
         lines.append(f"\n{_why(best)}")
@@ -116,7 +117,7 @@ def report(made: Made, cluster: Cluster) -> str:
             " split's samples per second, by the simulator"
         )
     else:
-        lines.append("\nthe uniform split would exceed the budget, with any swaps")
+        lines.append("\nthe uniform split does not fit in memory")
     return "\n".join(lines)
 
 
@@ -134,7 +135,7 @@ def _why(best: Arrangement) -> str:
     if small := [one.num_stages for one in best.tried if not one.samples_per_second]:
         counts = ", ".join(map(str, sorted(small)))
         parts.append(f"{counts} stage{'s' if counts != '1' else ''}: does not fit in memory")
-    text = "samples per second by the pipelines' depth, before tensors are swapped: "
+    text = "samples per second by the pipelines' depth, simulated, before tensors are swapped: "
     return textwrap.fill(text + "; ".join(parts), 100)
 
 
@@ -144,14 +145,61 @@ def _peak(arrangement: Arrangement) -> str:
 
 
 def _room(arrangement: Arrangement, cluster: Cluster) -> str:
-    left = min(
+    left = _room_bytes(arrangement, cluster)
+    return bytes_text(left) if math.isfinite(left) else "not known"
+
+
+def _room_bytes(arrangement: Arrangement, cluster: Cluster) -> float:
+    """The least memory that is left on any device; negative where the plan does not fit."""
+    return min(
         cluster.devices[rank].usable_bytes - peak
         for ranks, peaks in zip(arrangement.ranks, arrangement.prediction.memory_bytes, strict=True)
         for rank, peak in zip(ranks, peaks, strict=True)
     )
-    if left == float("inf"):
-        return "not known"
-    return bytes_text(left) if left >= 0 else f"{bytes_text(-left)} too little"
+
+
+def _devices(plan: Plan, best: Arrangement, cluster: Cluster) -> list[str]:
+    """A table of the devices of each stage; equal stages of equal virtual machines share a row."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    cells: tuple[str, ...]
+    shares = best.batch_shares or (1.0,) * len(best.ranks)
+    for vm, ranks in enumerate(best.ranks):
+        for stage, rank in enumerate(ranks):
+            device = cluster.devices[rank]
+            speed = f" at {device.speed:.3g}" if device.speed != 1 else ""
+            layers = len(plan.placement.layers_of(vm, stage))
+            cells = (
+                str(stage),
+                f"{device.kind or 'as measured'}{speed}",
+                count_text(layers, "layer") if layers else "none: idle",
+                f"{shares[vm] / math.fsum(shares):.1%}",
+            )
+            rows.setdefault(cells, []).append(rank)
+    header = ("stage", "device", "layers", "part of the samples", "ranks", "hosts")
+    found: list[tuple[str, ...]] = [header]
+    for cells, members in rows.items():
+        hosts = list(dict.fromkeys(cluster.devices[rank].host for rank in members))
+        found.append((*cells, _some_text(members), _some_text(hosts)))
+    more = [f"and {len(found) - _MOST_ROWS} more rows"] if len(found) > _MOST_ROWS else []
+    return table(found[:_MOST_ROWS]) + more
+
+
+def _some_text(names: Sequence[Any]) -> str:
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(map(str, names[:_MOST_SHOWN])) + more
+
+
+def _samples(best: Arrangement, request: PlanRequest) -> str:
+    """What the plan makes of the samples of a step, and what the user's data has to do for it."""
+    count = len(best.ranks)
+    total = request.total_samples(count)
+    if count == 1:
+        return f"a step has {total:g} samples, all in one virtual machine (replica of the pipeline)"
+    return (
+        f"a step has {total:g} samples, as asked for, in {count} virtual machines (replicas of the"
+        f" pipeline): a DataLoader's batch is the part of one of them, so set its `batch_size` to"
+        f" {total / count:g}, or fix `virtual_machines: 1` to keep batches as they are"
+    )
 
 
 # --- machines that aren't available ---
@@ -176,21 +224,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="samples of a step, however many virtual machines (replicas of the pipeline) share"
+        " them; by default those of the profile's batch",
     )
-    _add_solver(parser)
     add_budgets(parser)
     return parser
-
-
-def _add_solver(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--solver",
-        choices=("search", "milp"),
-        default="search",
-        help="of the final cuts: a fast search, or the exact integer programme for at most"
-        f" {MOST_PLACES} layers times stages (search)",
-    )
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
@@ -207,12 +248,26 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the host's memory, for each rank (auto)",
     )
+    parser.add_argument(
+        "--solver",
+        action=Removed,
+        advice="Omit it: the search found cuts at least as fast as the integer programme's.",
+    )
 
 
-def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
-    """The plugin for the options of :func:`add_budgets`.
+class Budgets(NamedTuple):
+    """The memory that tensors may take; ``None`` for ``"auto"``."""
 
-    Raises ConfigurationError for a meaningless combination."""
+    device_bytes: float | None
+    host_bytes: float | None
+
+
+def budgets_of(options: argparse.Namespace) -> Budgets | None:
+    """The values of the options of :func:`add_budgets`; ``None`` without ``--budget``.
+
+    Raises:
+        ConfigurationError: a value is no size, or a combination has no meaning.
+    """
     if options.budget is None and options.host_budget != "auto":
         raise ConfigurationError(
             f"`--host-budget {options.host_budget}` needs `--budget`, which is missing. Add "
@@ -220,212 +275,112 @@ def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
         )
     if options.budget is None:
         return None
-    return MemoryCompression(budget=options.budget, host_budget=options.host_budget)
+    return Budgets(
+        bytes_of_text("budget", options.budget),
+        bytes_of_text("host_budget", options.host_budget, least=0.0),
+    )
 
 
 def _number_or_auto(text: str) -> Any:
     return text if text == "auto" else int(text)
 
 
+def command() -> None:
+    """Runs ``pipeshift plan`` for machines that are described in a file, and its ``--help``."""
+    with brief_errors():
+        main(sys.argv[2:])
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Runs ``pipeshift plan``."""
-    given = list(arguments)
-    if not any(word.split("=")[0] in ("--cluster", "--profile", "-h", "--help") for word in given):
-        options, rest = _measuring_parser().parse_known_args(given)
-        _measure_and_plan(rest, Path(options.out), plugin_of(options), options.solver)
-        return
-    options = _parser().parse_args(given)
+    """As :func:`command`, with its arguments; raises PipeShift's own errors."""
+    options = _parser().parse_args(list(arguments))
     if options.cluster is None or options.profile is None:
         raise PlanError(
             "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config "
             "to measure the present machines"
         )
+    budgets = budgets_of(options)
     profile, cluster, estimates = completed(
         load_profile(options.profile), load_cluster(options.cluster)
     )
-    for estimate in estimates:
-        print(f"{estimate}\n")
-    plugin = plugin_of(options)
-    if plugin is not None:
-        cluster = _within(cluster, plugin.memory_request)
+    cluster, assumed = with_assumed_links(cluster)
+    for note in [*estimates, *assumed, *_memory_notes(cluster)]:
+        print(f"{textwrap.fill(note, 100)}\n")
     request = PlanRequest(
         virtual_machines=options.virtual_machines,
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
-        solver=options.solver,
-        batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
-        policy=plugin.memory_request.policy if plugin is not None else None,
+        step_samples=float(options.batch_size or profile.samples * profile.microbatches),
+        policy=Planned() if budgets is not None else None,
     )
-    _save_and_show(make(profile, cluster, request), cluster, options.out)
+    plan_and_show(profile, within(cluster, budgets), request, Path(options.out))
     print(f"\nwritten to {options.out}")
 
 
-def _measuring_parser() -> argparse.ArgumentParser:
-    """The parser of options that are not for Lightning's parser."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", default="plan.json")
-    _add_solver(parser)
-    add_budgets(parser)
-    return parser
+def with_assumed_links(cluster: Cluster) -> tuple[Cluster, list[str]]:
+    """The machines with assumed links where the file gives none, and what to say of it."""
+    devices = cluster.devices
+    free = [
+        devices[one].host == devices[other].host
+        for one, other in itertools.combinations(range(cluster.num_ranks), 2)
+        if cluster.link(one, other) == FREE
+    ]
+    assumed = []
+    if True in free:
+        cluster = replace(cluster, inside=_ASSUMED_INSIDE)
+        assumed.append(f"between devices of one host `inside: {_link_text(_ASSUMED_INSIDE)}`")
+    if False in free:
+        cluster = replace(cluster, outside=_ASSUMED_OUTSIDE)
+        assumed.append(f"between hosts `outside: {_link_text(_ASSUMED_OUTSIDE)}`")
+    names = " and ".join(assumed)
+    note = f"the cluster's file does not give all `links`; assumed are {names}. Give what you know:"
+    return cluster, [f"{note} `pipeshift doctor` measures links"] if assumed else []
 
 
-def _within(cluster: Cluster, request: MemoryRequest) -> Cluster:
-    """The machines, with the budgets if there are any.
+def _link_text(link: Link) -> str:
+    latency = f"{link.latency_seconds * 1e6:g}us"
+    return f"{{latency: {latency}, bandwidth: {link.bandwidth * 8 / 1e9:g} Gbit/s}}"
 
-    Raises PlanError if a device's memory, or the bandwidth to its host, is unknown."""
+
+def _memory_notes(cluster: Cluster) -> Iterator[str]:
+    if any(math.isfinite(device.usable_bytes) for device in cluster.devices):
+        yield f"{_LEFT_FREE:.0%} of each device's memory is left free"
+    if unknown := [n for n, one in enumerate(cluster.devices) if math.isinf(one.usable_bytes)]:
+        yield (
+            f"the memory of {count_text(len(unknown), 'device')} is not known, and counts as"
+            " unlimited: give each a `memory` in the cluster's file"
+        )
+
+
+def within(cluster: Cluster, budgets: Budgets | None) -> Cluster:
+    """The machines with the memory that a plan may use: of each device the budget, or its own
+    memory less a reserve, whichever is smaller.
+
+    Raises:
+        PlanError: a device's memory, or the bandwidth to its host, is needed and not known.
+    """
     devices = []
     for device in cluster.devices:
+        usable = (1 - _LEFT_FREE) * device.usable_bytes
+        if budgets is not None and budgets.device_bytes is not None:
+            usable = min(usable, budgets.device_bytes)
         changed = device
-        if request.budget_bytes is not None:
-            changed = replace(changed, memory_bytes=int(request.budget_bytes), free_bytes=0)
-        if request.host_bytes is not None:
-            changed = replace(changed, host_bytes=int(request.host_bytes))
-        if not math.isfinite(changed.usable_bytes):
+        if math.isfinite(usable):
+            changed = replace(device, memory_bytes=int(usable), free_bytes=0)
+        elif budgets is not None:
             raise PlanError(
                 f"`--budget auto` is the memory of a device, which is unknown for"
                 f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"
                 " file, or a budget."
             )
-        if request.host_bytes and not device.host_bandwidth:
-            raise PlanError(
-                f"`--host-budget {request.host_bytes:.0f}` has no effect for {device.kind!r} on"
-                f" host {device.host!r}, as the bandwidth to its host is unknown. Give the device"
-                " a `host_bandwidth` in the cluster's file, or omit the option."
-            )
+        if budgets is not None and budgets.host_bytes is not None:
+            changed = replace(changed, host_bytes=int(budgets.host_bytes))
+            if budgets.host_bytes and not device.host_bandwidth:
+                raise PlanError(
+                    f"`--host-budget {budgets.host_bytes:.0f}` has no effect for {device.kind!r} on"
+                    f" host {device.host!r}, as the bandwidth to its host is unknown. Give the"
+                    " device a `host_bandwidth` in the cluster's file, or omit the option."
+                )
         devices.append(changed)
     return replace(cluster, devices=tuple(devices))
-
-
-# --- the present machines ---
-
-
-class Measuring(Callback):
-    """Ends a run as soon as its steps have been measured, and shows the progress."""
-
-    def __init__(self) -> None:
-        self._shown = 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Ends the run if enough has been measured."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, PipeShiftStrategy)
-        if strategy.is_measured:
-            trainer.should_stop = True
-        if trainer.is_global_zero:
-            self._show(trainer.global_step, strategy.steps_to_measure, trainer.should_stop)
-
-    def _show(self, step: int, total: int, is_over: bool) -> None:
-        # The plan is made in a thread, during a few more steps.
-        step = min(step, total)
-        if sys.stderr.isatty():
-            begin, end = "\r", "\n" if is_over else ""
-        elif step != self._shown and (is_over or step == 1 or not step % _SHOWN_EVERY):
-            begin, end = "", "\n"
-        else:
-            return
-        self._shown = step
-        print(
-            f"{begin}PipeShift measures: step {step} of {total}",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _measuring_cli(
-    base: type[LightningCLI], command: str, memory: MemoryCompression | None
-) -> type[LightningCLI]:
-    class MeasuringCLI(base):  # type: ignore[valid-type, misc]
-        """Creates the same objects as ``fit``, without loggers and checkpoints."""
-
-        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            config = self.config_init
-            wanted = config.get(str(self.subcommand), config).get("trainer", {})
-            callbacks = [
-                callback
-                for callback in _listed(wanted.get("callbacks"))
-                if not isinstance(callback, Checkpoint | EarlyStopping | ModelSummary | ProgressBar)
-            ]
-            plugins = _listed(wanted.get("plugins"))
-            if memory is not None and not any(isinstance(p, MemoryCompression) for p in plugins):
-                kwargs["plugins"] = [*plugins, memory]
-            trainer: pl.Trainer = super().instantiate_trainer(
-                **kwargs,
-                callbacks=[*callbacks, Measuring()],
-                # Some callbacks require a logger.
-                logger=DummyLogger(),
-                enable_checkpointing=False,
-                # The number of steps is set, not that of epochs.
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                limit_val_batches=0,
-                num_sanity_val_steps=0,
-                # Enough to measure, and finite: schedulers ask for the number of steps.
-                max_epochs=-1,
-                max_steps=max(_ENOUGH_STEPS, wanted.get("max_steps") or 0),
-                max_time=None,
-                min_epochs=None,
-                min_steps=None,
-            )
-            if not isinstance(trainer.strategy, PipeShiftStrategy):
-                raise ConfigurationError(
-                    f"`pipeshift {command}` measures runs of the PipeShift strategy, but the "
-                    f"configuration has `{type(trainer.strategy).__name__}`. Set "
-                    "`trainer.strategy: pipeshift`, or remove it."
-                )
-            trainer.strategy.only_measures()
-            return trainer
-
-    return MeasuringCLI
-
-
-def _listed(callbacks: Any) -> list[Any]:
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-
-
-def measured_strategy(
-    arguments: Sequence[str], command: str, memory: MemoryCompression | None = None
-) -> PipeShiftStrategy:
-    """Runs the same training as ``pipeshift fit`` until its steps have been measured; returns the
-    strategy.
-
-    Args:
-        arguments: of ``pipeshift fit``.
-        command: the command, for messages.
-        memory: keeps a budget, unless the configuration has its own.
-    """
-    from lightning_pipeshift.commands.cli import PipeShiftCLI
-
-    make = _measuring_cli(PipeShiftCLI, command, memory)
-    with warnings.catch_warnings():
-        # The command-line arguments are not those of `fit`, and ranks that Lightning launches need
-        # them unchanged.
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-        strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
-    assert isinstance(strategy, PipeShiftStrategy)
-    return strategy
-
-
-def _measure_and_plan(
-    arguments: Sequence[str], out: Path, memory: MemoryCompression | None, solver: Any
-) -> None:
-    strategy = measured_strategy(arguments, "plan", memory)
-    if not strategy.is_measured:
-        raise PlanError(
-            "The data ended before enough steps had been measured. Use more data, or fewer"
-            " `profile_steps` in the strategy's arguments."
-        )
-    found = strategy.measured
-    if found is None:
-        return
-    profile, cluster, request = found
-    request = replace(request, solver=solver)
-    _save_and_show(make(profile, cluster, request), cluster, out)
-    of_model = out.with_name(f"{out.stem}.profile.json")
-    of_machines = out.with_name(f"{out.stem}.cluster.yaml")
-    save_profile(profile, of_model)
-    save_cluster(cluster, of_machines)
-    print(f"\nwritten to {out}; the measurements are in {of_model} and {of_machines}")

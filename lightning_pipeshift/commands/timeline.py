@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
+from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.files import printable
 from lightning_pipeshift.timeline.recording import Recording
 from lightning_pipeshift.timeline.text import draw
@@ -24,16 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "file", type=Path, metavar="RUN.json", help="`pipeshift/timeline-STEP.json` of a run"
     )
     parser.add_argument(
-        "--png", metavar="FILE", type=Path, help="draw a picture here instead (matplotlib)"
+        "--png",
+        action=Removed,
+        advice="Omit it to print the drawing, or open the file in https://ui.perfetto.dev.",
     )
-    options = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
     with brief_errors():
-        recording = Recording.load(options.file)
-        if options.png is None:
-            print(printable(draw(recording)))
-            return
-        from lightning_pipeshift.pictures.figure import save
-        from lightning_pipeshift.pictures.gantt import gantt
-
-        save(gantt(recording), options.png)
-        print(f"drawn in {options.png}")
+        options = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
+        print(printable(draw(Recording.load(options.file))))

@@ -1,5 +1,5 @@
 """Lightning's loggers side by side in one run: each has the values that one device would have
-shown, and the picture of a step where it takes any.
+shown.
 """
 
 from __future__ import annotations
@@ -76,8 +76,3 @@ def test_every_logger_has_the_values_of_one_device(tmp_path: Path) -> None:
         )
         assert first[1][name] == approximately
     assert (run / "params" / "width").read_text() == "3"
-    assert events.Tags()["images"] == ["pipeshift/timeline"]
-    pictures = [*run.glob("artifacts/pipeshift/timeline-*.png")]
-    pictures += together.glob("wandb/offline-run-*/files/media/images/pipeshift/timeline*.png")
-    assert len(pictures) >= 2
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)

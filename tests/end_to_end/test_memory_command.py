@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift import ConfigurationError, Plan
-from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
@@ -72,7 +71,7 @@ def number(text: str) -> float:
 
 
 def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
-    shown = pipeshift(tmp_path, "memory", "--budget", "1.4MB", "--picture", "memory.png")
+    shown = pipeshift(tmp_path, "memory", "--budget", "1.4MB")
     assert "LightningCLI's args" not in shown
     size = r"([\d.]+ \w+)"
     heads = re.findall(rf"── stage (\d): at most {size} of 1.4 MB \({size} .*; {size}", shown)
@@ -95,16 +94,7 @@ def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
     assert re.search("to the host|to stage 1|made again", made)
     assert "← budget" in first
     assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s if all stays", shown)
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "memory.png"}
-
-
-def test_pictures_need_matplotlib_and_say_so_before_measuring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match=r"pip install .*\[pictures\]"):
-        memory_command.main(["--config", "nowhere.yaml", "--picture", "memory.png"])
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
 
 
 # --- pipeshift plan ---

@@ -32,9 +32,9 @@ from lightning_pipeshift import (
     SwapAll,
     TensorRecord,
 )
-from lightning_pipeshift.lightning.precision.memory_compression import bytes_of_text
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.text import bytes_of_text
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError
+from lightning_pipeshift import (
+    ConfigurationError,
+    PipeShiftError,
+    PipeShiftStrategy,
+    Plan,
+    PlanError,
+)
+from lightning_pipeshift.commands import measuring as measuring_command
+from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.commands import timeline as timeline_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -56,6 +66,20 @@ def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tup
     return str(out), Plan.load(out)
 
 
+def test_options_that_are_gone_say_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"`--solver` is no option any more\. Omit it"):
+        plan_for(tmp_path, "devices:\n- {host: a, kind: big}\n", "--solver", "search")
+    with pytest.raises(ConfigurationError, match="`--solver` is no option any more"):
+        measuring_command.main(["--config", "c.yaml", "--solver=milp"])
+    with pytest.raises(ConfigurationError, match=r"`--picture` is no option any more\. Omit it"):
+        memory_command.main(["--config", "c.yaml", "--picture", "memory.png"])
+    with pytest.raises(SystemExit):
+        timeline_command.main(["timeline-1.json", "--png", "step.png"])
+    assert "`--png` is no option any more. Omit it" in capsys.readouterr().err
+
+
 def test_machines_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = "devices:\n- {host: a, kind: big}\n- {host: a, kind: big, speed: 0.5}\n"
     _, plan = plan_for(tmp_path, cluster, "--virtual-machines", "1", "--microbatches", "8")
@@ -92,19 +116,124 @@ def test_a_thousand_devices(tmp_path: Path) -> None:
         "devices:\n- {host: node, hosts: 128, kind: big, count: 8, memory: 80GB}\n"
         "links: {inside: {bandwidth: 200 Gbit/s}, outside: {bandwidth: 10 Gbit/s, latency: 50us}}\n"
     )
-    _, plan = plan_for(tmp_path, cluster, num_layers=96)
+    _, plan = plan_for(tmp_path, cluster, "--batch-size", "32768", num_layers=96)
     assert sum(map(len, plan.ranks)) == 1024
 
 
 def test_memory_that_does_not_suffice_is_recomputed(tmp_path: Path) -> None:
-    fits = "devices:\n- {host: a, kind: big, count: 2, memory: 2900MB}\n"
+    fits = "devices:\n- {host: a, kind: big, count: 2, memory: 3200MB}\n"
     _, plan = plan_for(tmp_path, fits, "--virtual-machines", "1", "--microbatches", "8")
     assert plan.recompute
     assert plan.prediction is not None
-    assert max(plan.prediction.memory_bytes[0]) <= 2.9e9
+    assert max(plan.prediction.memory_bytes[0]) <= 0.9 * 3.2e9, "a tenth is left free"
     enough = "devices:\n- {host: a, kind: big, count: 2, memory: 29GB}\n"
     _, plan = plan_for(tmp_path, enough, "--virtual-machines", "1", "--microbatches", "8")
     assert not plan.recompute
+
+
+def test_a_budget_is_no_more_than_a_device_has(tmp_path: Path) -> None:
+    machines = (
+        "devices:\n- {host: a, kind: big, memory: 3200MB}\n- {host: a, kind: big, memory: 40GB}\n"
+    )
+    _, plan = plan_for(
+        tmp_path, machines, "--virtual-machines", "1", "--microbatches", "8", "--budget", "20GB"
+    )
+    assert plan.prediction is not None
+    peaks = dict(zip(plan.ranks[0], plan.prediction.memory_bytes[0], strict=True))
+    assert peaks[0] <= 0.9 * 3.2e9
+    assert peaks[1] <= 20e9
+
+
+def test_links_that_are_not_given_are_assumed_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Free links would make a cut between hosts cost nothing."""
+    machines = "devices:\n- {host: a, kind: big}\n- {host: b, kind: big}\n"
+    _, plan = plan_for(tmp_path, machines, "--virtual-machines", "1", "--microbatches", "8")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "assumed are between hosts `outside: {latency: 100us, bandwidth: 1 Gbit/s}`" in printed
+    assert plan.prediction is not None
+    slow = plan.prediction.step_seconds
+    given = f"{machines}links: {{outside: {{latency: 0, bandwidth: 1e15}}}}\n"
+    _, plan = plan_for(tmp_path, given, "--virtual-machines", "1", "--microbatches", "8")
+    assert "assumed" not in capsys.readouterr().out
+    assert plan.prediction is not None
+    # The first payload and the last gradient: 1 MB each, for 4 of 4 samples.
+    assert slow - plan.prediction.step_seconds >= 2 * 1e6 / 125e6
+
+
+def test_a_plan_keeps_the_number_of_samples_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = "links: {inside: {latency: 0, bandwidth: 1e15}}\n"
+    machines = f"devices:\n- {{host: a, kind: big, count: 4}}\n{links}"
+    seconds = {}
+    for count in (1, 4):
+        number = str(count)
+        _, plan = plan_for(tmp_path, machines, "--virtual-machines", number, "--batch-size", "64")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "a step has 64 samples" in printed
+        assert ("set its `batch_size` to 16" in printed) == (count == 4)
+        assert plan.prediction is not None
+        seconds[count] = plan.prediction.step_seconds
+    # 64 samples of 12 layers, 0.0075 s each, on four devices: either way the same work.
+    assert seconds[4] == pytest.approx(64 * 12 * 0.03 / 4 / 4, rel=0.01)
+    assert seconds[4] <= seconds[1] <= 1.5 * seconds[4]
+    with pytest.raises(PlanError, match="the 30 samples of a step cannot be divided equally"):
+        plan_for(tmp_path, machines, "--virtual-machines", "4", "--batch-size", "30")
+
+
+def test_idle_devices_and_what_limits_each_depth_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = (
+        "devices:\n- {host: a, kind: big, count: 2}\n- {host: b, kind: big, speed: 0.01}\n"
+        "links: {inside: {bandwidth: 10 GB/s}, outside: {bandwidth: 10 GB/s}}\n"
+    )
+    plan_for(tmp_path, machines)
+    printed = capsys.readouterr().out
+    (idle,) = [line for line in printed.splitlines() if "none: idle" in line]
+    assert "big at 0.01" in idle
+    assert idle.split()[-1] == "b"
+    # One model for both: no other depth is said to be faster than the plan.
+    (chosen,) = re.findall(r"\(chosen\) ([\d.]+)", " ".join(printed.split()))
+    rates = re.findall(r"\d+ stages? ([\d.]+),", " ".join(printed.split()))
+    assert rates
+    assert all(float(rate) <= float(chosen) for rate in rates)
+
+
+def test_the_uniform_split_is_compared_only_where_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = (
+        "devices:\n- {host: a, kind: big, memory: 2GB}\n- {host: a, kind: big, memory: 9GB}\n"
+    )
+    plan_for(tmp_path, machines, "--virtual-machines", "1", "--recompute", "none")
+    printed = capsys.readouterr().out
+    assert "the uniform split does not fit in memory" in printed
+    assert "times the uniform" not in printed
+
+
+def test_1f1b_is_named_where_an_asynchronous_pipeline_does_not_fit(tmp_path: Path) -> None:
+    machines = "devices:\n- {host: a, kind: big, count: 2, memory: 4GB}\n"
+    arguments = ("--virtual-machines", "1", "--recompute", "none", "--schedule", "async")
+    with pytest.raises(PlanError, match="schedule='1f1b' with 8 microbatches"):
+        plan_for(tmp_path, machines, *arguments)
+
+
+def test_help_and_plans_from_files_need_no_torch(tmp_path: Path) -> None:
+    plan_for(tmp_path, "devices:\n- {host: a, kind: big, count: 2}\n")
+    code = (
+        "import sys, pipeshift_command\n"
+        "try:\n    pipeshift_command.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'lightning'} & sys.modules.keys()\n"
+    )
+    files = ["--cluster", "cluster.yaml", "--profile", "profile.json"]
+    for arguments in (["--help"], files):
+        words = [sys.executable, "-c", code, "plan", *arguments]
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert ("usage: pipeshift plan" if "--help" in arguments else "uniform") in ended.stdout
 
 
 def test_no_plan_fits(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 # The tools of developers are those that constraints.txt pins, not a range.
-WITH_LOWEST_VERSIONS = ("pictures", "test")
+WITH_LOWEST_VERSIONS = ("test",)
 
 
 def project() -> dict[str, Any]:

@@ -40,8 +40,8 @@ class PipelineTimeline(Callback):
 
     The loggers get figures of each recorded step, as ``pipeshift/bubble`` (see
     :func:`~lightning_pipeshift.timeline.metrics.metrics_of`) and ``pipeshift/moves``, how many
-    layers have changed their owners so far; and, if matplotlib is installed, a picture of the first
-    and of the last one. A rank that has become slower than the plan expects is named in a warning.
+    layers have changed their owners so far. A rank that has become slower than the plan expects is
+    named in a warning.
     Decisions by measurements, and what they have gained, are in ``decisions.json``.
 
     Args:
@@ -190,7 +190,7 @@ class PipelineTimeline(Callback):
             self._gathering.finish()
             self._gathering = None
         if self._results is not None:
-            self._results.finish(trainer)
+            self._results.pass_on(trainer)
             self._results = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -20,10 +19,7 @@ from lightning_pipeshift.compat.lightning_private import (
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
-
-_UNITS = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_UNITS |= {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
+from lightning_pipeshift.text import bytes_of_text
 
 
 class MemoryCompression(Precision):
@@ -131,34 +127,6 @@ class MemoryCompression(Precision):
                 " also trains on one device, or remove the plugin."
             )
         return super().connect(model, optimizers, lr_schedulers)
-
-
-def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | None:
-    """A size in bytes; ``None`` for ``"auto"``.
-
-    Args:
-        name: the argument's.
-        size: a number, or text with a unit.
-        least: the smallest allowed value.
-
-    Raises:
-        ConfigurationError: it is not a size.
-    """
-    number: float | None = None
-    if isinstance(size, str):
-        if size.strip().lower() == "auto":
-            return None
-        match = _SIZE.fullmatch(size)
-        if match is not None:
-            number = float(match[1]) * _UNITS[(match[2] or "").lower()]
-    elif isinstance(size, int | float) and not isinstance(size, bool):
-        number = float(size)
-    if number is None or not least <= number < float("inf"):
-        raise ConfigurationError(
-            f"MemoryCompression({name}={size!r}): pass bytes as a number of at least {least:g}, a"
-            " text such as '20GB' or '512 MiB', or 'auto'."
-        )
-    return number
 
 
 def allow_beside_precision(connector: Any = None) -> bool:

@@ -202,8 +202,6 @@ class LeftOut(OperationMode):
         self._known = known
         self._expected = {func: counts[func] for func, _ in skips}
         self._counts: Counter[Any] = Counter()
-        self.num_left_out = 0
-        """How many operations have not run."""
 
     @property
     def is_like_the_first(self) -> bool:
@@ -226,7 +224,6 @@ class LeftOut(OperationMode):
             pairs = zip(flatten(computed)[0], held, strict=True)
             self._known[key] = all(_is_same(one, other) for one, other in pairs)
             return computed
-        self.num_left_out += 1
         return result.rebuild(held)
 
 

@@ -31,7 +31,6 @@ from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.integer_programming import optimal_cut
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
@@ -143,13 +142,13 @@ class Evaluator:
 
     def total(self, count: int) -> float:
         """The samples of a global batch of ``count`` virtual machines."""
-        return self.request.batch_samples * count
+        return self.request.total_samples(count)
 
     def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
         """The number of samples of a global batch for each virtual machine."""
         total = self.total(count)
         if shares is None:
-            return [self.request.batch_samples] * count
+            return [total / count] * count
         if total != int(total):
             return [total * share / math.fsum(shares) for share in shares]
         return [float(size) for size in shared_out(int(total), shares)]
@@ -322,23 +321,20 @@ class Evaluator:
             return fixed_cut(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
         possible = self.profile.possible_cuts
-        if careful and self.request.solver == "search":
+        if careful:
             anywhere = replace(hindered, allowed=possible)
             between = cuts_to_try(self.profile, workload.num_stages)
             effort = self.request.effort
             start = [self._start[workload]] if workload in self._start else []
             return best_cut_of(anywhere, between, self.request.recompute, start, effort=effort)
-        make = self._exact_cut if careful else self._quick_cut
         try:
-            return make(workload, hindered)
+            return self._quick_cut(workload, hindered)
         except PlanError:
             if workload.allowed == possible:
                 raise
-            return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
-
-    @staticmethod
-    def _exact_cut(_: Workload, hindered: Workload) -> Cut:
-        return optimal_cut(hindered)
+            return self._quick_cut(
+                replace(workload, allowed=possible), replace(hindered, allowed=possible)
+            )
 
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""

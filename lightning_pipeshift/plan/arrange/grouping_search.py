@@ -44,7 +44,6 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 from lightning_pipeshift.plan.cost.pace import Objective
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
@@ -58,6 +57,11 @@ class _Look(NamedTuple):
     cuts: Cuts
     orders: tuple[Groups, ...] = ()
     """Orders of the stages whose step time is near the best."""
+
+    @property
+    def depth(self) -> int:
+        """The number of stages of the deepest virtual machine."""
+        return max(map(len, self.placed.ranks))
 
 
 class GroupingSearch:
@@ -90,7 +94,14 @@ class GroupingSearch:
             second //= 6 if self._is_large else 3
         if self._is_large:
             finished = 1
-        again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
+        first = self._first_looks()
+        # The best of each depth is simulated too: what is said of a depth comes from the same model
+        # as the choice.
+        of_depths = {look.depth: look for look in sorted(first, key=lambda look: look.rate)}
+        chosen = {id(look): look for look in [*_highest(first, second), *of_depths.values()]}
+        again = [self._second_look(look) for look in chosen.values()]
+        for look in again:
+            self._note(look)
         found = [self._finished(look) for look in _highest(again, finished)]
         best = max(found, key=lambda one: one.samples_per_second)
         placed = self._placer.placed(best.ranks, best.microbatches, best.batch_shares)
@@ -100,11 +111,11 @@ class GroupingSearch:
 
     def _note(self, look: _Look, is_final: bool = False) -> None:
         """Keeps the best evaluation of each depth, and what limits it."""
-        placed, depth = look.placed, max(map(len, look.placed.ranks))
+        placed, depth = look.placed, look.depth
         known = self._tried.get(depth)
         if known is not None and known.samples_per_second >= look.rate and not is_final:
             return
-        cost, pairs = self._placer.closed_form, set(zip(placed.workloads, look.cuts, strict=True))
+        cost, pairs = self._placer.simulator, set(zip(placed.workloads, look.cuts, strict=True))
         alone = max(cost.alone(workload, cut) for workload, cut in pairs)
         again = max(
             max(workload.costs(cut).recompute_seconds, default=0.0) * workload.microbatches
@@ -133,7 +144,6 @@ class GroupingSearch:
                 continue
             try:
                 seen.append(self._first_look(groups))
-                self._note(seen[-1])
             except PlanError as error:
                 errors[groups] = without_stack(error)
                 depth = max(map(len, groups))
@@ -181,6 +191,14 @@ class GroupingSearch:
             counts = (len(depths),)
         elif request.num_virtual_machines is not None:
             counts = (request.num_virtual_machines,)
+        divides = tuple(count for count in counts if request.can_divide(count))
+        if not divides:
+            raise PlanError(
+                f"the {request.step_samples:g} samples of a step cannot be divided equally among"
+                f" {' or '.join(map(str, counts))} virtual machines (replicas of the pipeline);"
+                " change the number of samples, or of virtual machines"
+            )
+        counts = divides
         refused, is_possible = None, False
         for count in counts:
             if count > num_ranks:
@@ -245,8 +263,6 @@ class GroupingSearch:
     def _first_look(self, groups: Groups) -> _Look:
         """Evaluates a grouping in closed form, with its microbatches, order and shares."""
         cost = self._placer.closed_form
-        if self._request.solver == "milp":
-            require_small(max(map(len, groups)), self._profile.num_layers)
         if self._profile.static_bytes > self._least_usable_bytes(groups):
             raise PlanError("the model alone is larger than a virtual machine")
         if self._is_large and not self._request.has_order:
@@ -301,8 +317,6 @@ class GroupingSearch:
 
     def _cut_with_care(self, placed: Candidate) -> Arrangement:
         """Returns an arrangement with the best cuts that can be found in limited time."""
-        if self._request.solver == "milp":
-            return self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
         if stages > self._effort.stages_cut:
@@ -361,7 +375,7 @@ class GroupingSearch:
 
         starts = [self._by_rule(preferred), placed.ranks]
         if self._cluster.num_ranks <= self._effort.few_ranks:
-            if most and self._request.partition == "auto" and self._request.solver == "search":
+            if most and self._request.partition == "auto":
                 found = self._searched(placed, starts)
                 if len(preferred) == 1:
                     starts, most = starts + found, 0

@@ -64,7 +64,7 @@ def numbers_of_slices(request: PlanRequest, num_stages: int) -> list[int]:
     """
     if isinstance(request.microbatches, int):
         return [request.microbatches]
-    most = max(1, int(request.batch_samples))
+    most = max(1, int(request.step_samples or request.batch_samples))
     powers = [1 << exponent for exponent in range(most.bit_length())]
     counts = {most, *powers, *(num_stages * power for power in powers)}
     return sorted(

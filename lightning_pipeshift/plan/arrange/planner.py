@@ -147,8 +147,6 @@ class _Planner:
                 if self._request.policy is None and placer is self._placer:
                     # It was found with the rings, and with the memory that there is.
                     best = start
-                if self._request.solver == "milp":
-                    continue
                 found = self._mapped(placer, start, best)
                 starts.append((found.samples_per_second if found else 0.0, placer, start))
                 best = self._better(best, found)
@@ -189,8 +187,7 @@ class _Planner:
         if self._request.policy is None:
             yield [profile]
             # Nothing moves; but in its backward a stage may recompute layer by layer.
-            if self._request.solver == "search":
-                yield [_with_saved(profile, 0.0)]
+            yield [_with_saved(profile, 0.0)]
             return
         yield [_with_saved(profile, part) for part in self._request.effort.saved_parts]
         if self._request.schedule in ASYNCHRONOUS:

@@ -31,12 +31,11 @@ class PlanRequest:
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
         batch_shares: how the global batch is divided; ``None``: chosen by the planner, if it may.
-        solver: what finds the final cuts: ``"search"``, or ``"milp"`` for the integer programme,
-            whose cuts have the least time in closed form. It is for small pipelines, without a
-            policy, with ``recompute="auto"`` and ``partition="auto"``.
         may_share: whether the planner may choose unequal shares.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
+        step_samples: of a global batch, however many virtual machines share it, in equal parts of
+            whole samples; ``None``: see ``batch_samples``.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
         may_reorder: whether the ranks of a virtual machine may become its stages in another order
             than the one in which they are given.
@@ -55,34 +54,23 @@ class PlanRequest:
     partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
+    step_samples: float | None = None
     policy: Policy | None = None
-    solver: Literal["search", "milp"] = "search"
     may_share: bool = True
     may_reorder: bool = False
     caution: float = 2.0
     effort: Effort = USUAL
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
-            raise PlanError(
-                f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
-            )
+        for samples in (self.batch_samples, self.step_samples):
+            if samples is not None and not (math.isfinite(samples) and samples > 0):
+                raise PlanError(f"a batch of {samples} samples; a batch has 1 or more")
         if not (math.isfinite(self.caution) and self.caution >= 1):
             raise PlanError(f"caution={self.caution}; allowed are finite factors from 1 on")
         for name in ("virtual_machines", "microbatches"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
-        if self.solver not in ("search", "milp"):
-            raise PlanError(f"solver={self.solver!r}; allowed are 'search' and 'milp'")
-        if self.solver == "milp" and (
-            self.policy is not None or (self.recompute, self.partition) != ("auto", "auto")
-        ):
-            raise PlanError(
-                "solver='milp' with MemoryCompression, or with a fixed 'recompute' or 'partition':"
-                " the integer programme chooses cuts and recomputation, and no swaps. Use"
-                " solver='search', or omit these settings"
-            )
         if self.schedule in ASYNCHRONOUS:
             if self.microbatches not in ("auto", 1):
                 raise PlanError(
@@ -111,6 +99,16 @@ class PlanRequest:
     def ranks(self) -> Groups | None:
         """The ranks of each virtual machine in stage order, if they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    def total_samples(self, num_virtual_machines: int) -> float:
+        """The samples of a global batch."""
+        if self.step_samples is not None:
+            return self.step_samples
+        return self.batch_samples * num_virtual_machines
+
+    def can_divide(self, num_virtual_machines: int) -> bool:
+        """Whether so many virtual machines get equal batches of whole samples."""
+        return self.step_samples is None or self.step_samples % num_virtual_machines == 0
 
     @property
     def chooses_shares(self) -> bool:

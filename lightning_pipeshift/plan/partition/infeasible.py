@@ -62,6 +62,11 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
                 else f"{number} microbatches instead of {workload.microbatches} of the same batch"
             )
             break
+    if is_asynchronous:
+        # A batch that is split holds less, and no second version of the weights.
+        number = 4 * workload.num_stages
+        if _fits(workload.with_microbatches(number, "1f1b").smaller(number), recompute):
+            yield f"schedule='1f1b' with {number} microbatches, which trains otherwise"
     largest = float(workload.usable_bytes.max())
     for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
         if _fits(_with_stages(workload, num_stages, largest), recompute):

@@ -5,7 +5,6 @@ import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
-from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from lightning_pipeshift.plan.partition.local_search import best_cut
 from tests.unit.plan.workloads import all_counts, all_cuts, fastest_cuts, random_workload, workload
 
@@ -38,7 +37,7 @@ def test_by_hand(given, counts, seconds):
     best = fastest_cuts(given)[0]
     assert best.counts == counts
     assert given.estimate(best) == given.step_seconds([best])[0] == seconds
-    assert joint_optimum(given) == best_cut(given) == best
+    assert best_cut(given) == best
 
 
 @pytest.mark.parametrize("schedule", ["async", "async-2bw"])

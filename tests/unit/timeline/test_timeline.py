@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.pictures.gantt import gantt
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
@@ -229,18 +228,6 @@ def test_a_slow_rank_is_named_once_until_it_has_recovered() -> None:
     assert "rank 1 (stage 1 of virtual machine 0, host one) is 1.5 times as slow" in message
     assert "3 s in a step instead of 2 s" in message
     assert watch.look(slow, None) == []
-
-
-def test_the_chart_has_a_bar_for_each_action_and_a_title() -> None:
-    measured = recorded("F0:0-2 B0:6-10", "wF0:0-2 F0:2-4 B0:4-6", plan=PLAN.to_json())
-    figure = gantt(measured)
-    predicted, found = figure.axes[0], figure.axes[1]
-    assert "predicted" in predicted.get_title()
-    assert "measured: 10 s" in found.get_title()
-    assert [label.get_text() for label in found.get_yticklabels()] == ["stage 0", "stage 1"]
-    numbers = [text.get_text() for text in found.texts]
-    assert numbers == ["0", "0", "0", "0"]
-    assert found.get_xlim() == predicted.get_xlim()
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
-"""Makes ``timeline.png``: a recorded step of two stages above what its plan expected.
+"""Prints a recorded step of two stages below what its plan expected of it, for `docs/see.md`.
 
-    python docs/pictures/make_timeline.py
+    python docs/make_timeline.py
 
 GPT-2 of transformers, small, on two CPU processes. The plan is made after some measured steps.
 """
@@ -12,22 +12,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # Benchmarks and tests are no part of the package.
-sys.path.insert(0, str(HERE.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
 
-from benchmarks.placements import Repeated  # noqa: E402
-from benchmarks.timeline_cost import LENGTH, LanguageModel  # noqa: E402
-from lightning_pipeshift import PipelineTimeline, PipeShiftStrategy  # noqa: E402
-from lightning_pipeshift.pictures.figure import save  # noqa: E402
-from lightning_pipeshift.pictures.gantt import gantt  # noqa: E402
-from lightning_pipeshift.testing.ranks import run_ranks  # noqa: E402
-from lightning_pipeshift.timeline.recording import Recording  # noqa: E402
-from tests.features_models import quiet_trainer  # noqa: E402
+from benchmarks.placements import Repeated
+from benchmarks.timeline_cost import LENGTH, LanguageModel
+from lightning_pipeshift import PipelineTimeline, PipeShiftStrategy
+from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.timeline.recording import Recording
+from lightning_pipeshift.timeline.text import draw
+from tests.features_models import quiet_trainer
 
 NUM_STEPS = 16
 
@@ -51,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(train, 2, folder, timeout=300)
         recording = Recording.load(Path(folder) / f"timeline-{NUM_STEPS - 2}.json")
-    save(gantt(recording), HERE / "timeline.png")
+    print(draw(recording))
 
 
 if __name__ == "__main__":

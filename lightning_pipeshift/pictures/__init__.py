@@ -1,1 +1,0 @@
-"""Pictures of a run, drawn with matplotlib (the extra ``pictures``)."""
