@@ -275,9 +275,11 @@ class Swells(L.Callback):
     """The last stage is slow; but the first one is even slower with more than four layers."""
 
     def on_train_batch_start(self, trainer: Any, *given: Any) -> None:
-        if os.environ["RANK"] == "1":
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 0:
+            SLOW["factor"] = 1.0
+        elif os.environ["RANK"] == "1":
             SLOW["factor"] = 3.0
-        elif trainer.fit_loop.epoch_loop.total_batch_idx > 0:
+        else:
             SLOW["factor"] = 5.0 if trainer.strategy.plan.placement.counts[0][0] > 4 else 1.0
 
 

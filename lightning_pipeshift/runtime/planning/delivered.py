@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Final, NamedTuple
 
-_COMPATIBLE: Final = 2.5
+_COMPATIBLE: Final = 4.0
 """Means that differ by at most so many standard errors may be of the same circumstances."""
+
+_BATCHES: Final = 10
+"""The number of consecutive parts of the steps whose means say how sure the mean of all is."""
 
 _PROBED_AFTER: Final = 4
 """The number of windows after which a rank without layers is probed, at first."""
@@ -69,11 +72,15 @@ def recent(values: Sequence[float], fewest: int) -> Estimate:
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
-    ordered = sorted(values)
-    if len(ordered) > 2:
-        ordered[-1] = ordered[-2]
-    error = stdev(ordered) / math.sqrt(len(ordered)) if len(ordered) > 1 else 0.0
-    return Estimate(fmean(ordered), error, len(ordered))
+    """The error is that of the means of consecutive steps (batch means, Conway 1963): regular
+    pauses are in all of them alike, and a disturbance that lasts for some steps is in one.
+    """
+    most = sorted(values)[-2:][0]
+    capped = [min(value, most) if len(values) > 2 else value for value in values]
+    size = -(-len(capped) // _BATCHES)
+    means = [fmean(capped[at : at + size]) for at in range(0, len(capped), size)]
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return Estimate(fmean(capped), error, len(capped))
 
 
 class ProbeTimes:

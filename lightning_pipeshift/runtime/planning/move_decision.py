@@ -30,7 +30,7 @@ _LEAST_PART: Final = 0.25
 _MOST_WINDOWS: Final = 4
 """A change is judged after so many windows at the latest, however much steps differ."""
 
-_DOUBT: Final = 2.0
+_DOUBT: Final = 3.0
 """By so many standard errors the measurements of a rank may be wrong."""
 
 _OTHER_SPEED: Final = 1.25
@@ -93,6 +93,7 @@ class _Pending:
         old: the plan before.
         new: the plan that it puts in force.
         cluster: the devices' speeds, and the links, by which it was decided.
+        error: the standard error of the seconds before.
         is_needed: whether the old plan is no choice, as it does not fit.
         undoes: the change that it undoes.
     """
@@ -101,6 +102,7 @@ class _Pending:
     old: Plan
     new: Plan
     cluster: Cluster
+    error: float
     is_needed: bool = False
     undoes: Change | None = None
 
@@ -109,7 +111,7 @@ class _Pending:
         change, took = self.change, window.took
         saving = change.before_seconds - change.expected_seconds
         limit = change.before_seconds - _LEAST_PART * saving
-        is_clear = abs(took.mean - limit) > took.error
+        is_clear = abs(took.mean - limit) > math.hypot(took.error, self.error)
         judged = replace(change, after_seconds=took.mean, verdict=KEPT)
         if self.is_needed:
             return replace(judged, reason="the plan before does not fit or follow the policy")
@@ -194,7 +196,8 @@ class Decider:
         assert new.prediction is not None
         took, part = window.took.mean, new.prediction.step_seconds / kept.prediction.step_seconds
         change = Change(_what(kept, new), took, took * part)
-        pending = _Pending(change, kept, new, window.measured.cluster, is_needed)
+        cluster, error = window.measured.cluster, window.took.error
+        pending = _Pending(change, kept, new, cluster, error, is_needed)
         return self._change(pending, stays, window)
 
     def _change(self, pending: _Pending, stays: Decision, window: Window) -> Decision:
@@ -212,7 +215,7 @@ class Decider:
         measured, old = window.measured, failed.old
         back = Change(_what(failed.new, old), window.took.mean, failed.change.before_seconds)
         old = replace(old, prediction=measured.prediction(old))
-        undo = _Pending(back, failed.new, old, measured.cluster, undoes=stays.judged)
+        undo = _Pending(back, failed.new, old, measured.cluster, 0.0, undoes=stays.judged)
         return self._change(undo, stays, window)
 
     def _best(self, plan: Plan, window: Window) -> tuple[Plan, bool] | None:

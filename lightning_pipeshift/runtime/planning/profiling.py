@@ -157,12 +157,14 @@ class Profiler:
         self._outside, self.num_measured, self._num_timed_in_window = Samples(), 0, 0
 
     def took(self, fewest: int) -> Estimate:
-        """The seconds from the start of one step to the start of the next.
+        """The seconds from the start of one step to the start of the next, over the steps by which
+        this rank's work is measured.
 
         Args:
             fewest: over how many of the latest steps at least, of which one is measured.
         """
-        return recent(list(self._steps), fewest)
+        work = recent(list(self._work), fewest)
+        return recent(list(self._steps)[-work.num_steps :], fewest)
 
     # --- results ---
 

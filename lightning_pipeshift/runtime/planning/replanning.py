@@ -530,8 +530,8 @@ class Replanning:
         figures, all_took, carried = zip(*found_by_rank, strict=True)
         num_messages = coming.steps * coming.plan.microbatches
         self._cluster, links = measured_links(self._cluster, carried, num_messages)
-        # A step ends when its last rank does.
-        took = max(all_took)
+        # Steps before a change of any rank do not count; and a step ends when its last rank does.
+        took = min(all_took, key=lambda each: (each.num_steps, -each.mean))
         learned = self._learned(figures)
         self.measured = learned.compared(coming.plan, took.mean)
         self._cluster = learned.cluster

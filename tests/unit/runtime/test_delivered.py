@@ -87,7 +87,9 @@ def test_the_error_says_how_much_is_open() -> None:
         rare[step] = 11.0
     found = recent(rare, 100)
     assert found.mean == 1.5
-    assert found.error == pytest.approx(0.219, abs=0.001)
+    assert found.error == pytest.approx(1 / 6), "one pause in every other tenth of the steps"
+    regular = [1.0, 1.0, 1.0, 1.0, 6.0] * 20
+    assert recent(regular, 100)[:2] == (2.0, 0.0), "each tenth has two"
     assert recent([2.0], PATIENCE) == (2.0, 0.0, 1)
 
 
