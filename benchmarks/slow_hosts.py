@@ -130,7 +130,7 @@ class WorkingLayer(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Work.apply(self.dropout(self.linear(x)), self.seconds)  # type: ignore[no-untyped-call]
+        found: Tensor = _Work.apply(self.dropout(self.linear(x)), self.seconds)
         return found
 
 
@@ -237,8 +237,8 @@ def train(
     L.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     WORK["now"] = compute_seconds if case.kind == "quota" else run_seconds
-    replanning.time_slices = slices  # type: ignore[assignment]
-    replanning.probe = partial(probe.probe, slices=slices)  # type: ignore[assignment]
+    replanning.time_slices = slices  # type: ignore[attr-defined]
+    replanning.probe = partial(probe.probe, slices=slices)  # type: ignore[attr-defined]
     fault = Fault(case) if os.environ["RANK"] == "1" else None
     watches = Watches(fault, phases)
     with ExitStack() as stack:

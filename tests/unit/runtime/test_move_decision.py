@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning import move_decision
-from lightning_pipeshift.runtime.planning.delivered import Estimate
+from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
 
@@ -289,3 +290,71 @@ def test_where_nothing_fits_the_run_goes_on() -> None:
     decision = mindful(Planned()).decide(plan(), window(saving(10**6, 10**6)))
     assert not decision.is_new
     assert "the plan stays: No plan keeps the memory budget" in decision.message
+
+
+# --- on a machine that other programs use, too ---
+
+
+class Machine:
+    """Two ranks whose steps vary, and what the decisions about them make of it.
+
+    Args:
+        seed: of the noise.
+        spread: of a step's time, the standard deviation of its logarithm.
+    """
+
+    def __init__(self, seed: int, spread: float) -> None:
+        self.plan, self.moves = plan(), 0
+        self._decider = decider()
+        self._random, self._spread = random.Random(seed), spread
+        self._begin()
+
+    def _begin(self) -> None:
+        self._work: list[list[float]] = [[], []]
+        self._took: list[float] = []
+
+    def _step(self, slowdown: float) -> None:
+        counts = self.plan.placement.counts[0]
+        seconds = []
+        for count, work, factor in zip(counts, self._work, (1.0, slowdown), strict=True):
+            spike = self._random.uniform(2, 8) if self._random.random() < 0.02 else 1.0
+            work.append(math.exp(self._random.gauss(0, self._spread)) * spike * factor)
+            seconds.append(work[-1] * count)
+        self._took.append(max(seconds))
+
+    def run(self, num_steps: int, slowdown: float) -> None:
+        """Runs steps; there is a decision after every ten."""
+        for step in range(num_steps):
+            self._step(slowdown)
+            if step % 10 != 9:
+                continue
+            found = [recent(work, 10) for work in self._work]
+            exact = measured(1.0)
+            devices = tuple(
+                replace(device, speed=1 / each.mean)
+                for device, each in zip(exact.cluster.devices, found, strict=True)
+            )
+            seen = replace(exact, cluster=replace(exact.cluster, devices=devices))
+            took = recent(self._took[-min(each.num_steps for each in found) :], 10)
+            errors = [each.error / each.mean for each in found]
+            decision = self._decider.decide(self.plan, Window(10, took, seen, errors))
+            if decision.is_new:
+                self.moves += 1
+                self.plan = Plan.from_json(decision.plan)
+                self._begin()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_moves_without_a_cause_on_a_loaded_machine(seed: int) -> None:
+    machine = Machine(seed, spread=0.3)
+    machine.run(500, slowdown=1.0)
+    assert machine.moves == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_move_once_where_there_is_one(seed: int) -> None:
+    machine = Machine(seed, spread=0.1)
+    machine.run(100, slowdown=1.0)
+    machine.run(150, slowdown=2.0)
+    assert machine.moves == 1
+    assert machine.plan.placement.counts[0] == (6, 2)
