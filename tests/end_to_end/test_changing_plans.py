@@ -450,7 +450,7 @@ def go_by_sleep() -> None:
     # Neither the estimates before the first step nor the links depend on what else runs here.
     measure.time = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"])  # type: ignore[assignment,attr-defined]
     # Nor does what a rank delivers later.
-    replanning.time_slices = lambda *_: [1e-9 * SLOW["factor"]]  # type: ignore[assignment]
+    replanning.time_slices = lambda *_: [1e-9 * SLOW["factor"]]  # type: ignore[attr-defined]
     ticks = itertools.count()
     probe.time = SimpleNamespace(  # type: ignore[assignment,attr-defined]
         perf_counter=lambda: 1e-4 * next(ticks), monotonic=time.monotonic

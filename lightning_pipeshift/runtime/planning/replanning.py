@@ -491,11 +491,13 @@ class Replanning:
             sum(sum(times[layer]) for layer in own if layer in times)
             for times in (figures.earlier, figures.times)
         )
-        is_held = bool(figures.earlier) and before > _SLOWER * now
-        if not figures.earlier:
+        is_held = bool(figures.earlier) or not own
+        if not is_held:
             self._slowdown = None
+        elif before and before < _SLOWER * now:
+            return figures  # it looks slow as before
         seconds = self._probe_times.seconds(
-            is_held or not own, self.profiler.pause_seconds, self._window * took.mean
+            is_held, self.profiler.pause_seconds, self._window * took.mean
         )
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
