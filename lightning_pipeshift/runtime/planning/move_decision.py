@@ -196,8 +196,8 @@ class Decider:
         assert new.prediction is not None
         took, part = window.took.mean, new.prediction.step_seconds / kept.prediction.step_seconds
         change = Change(_what(kept, new), took, took * part)
-        cluster, error = window.measured.cluster, window.took.error
-        pending = _Pending(change, kept, new, cluster, error, is_needed)
+        cluster, doubt = window.measured.cluster, window.took.error
+        pending = _Pending(change, kept, new, cluster, doubt, is_needed)
         return self._change(pending, stays, window)
 
     def _change(self, pending: _Pending, stays: Decision, window: Window) -> Decision:
