@@ -240,7 +240,7 @@ def stops(watches: bool) -> Any:
     go_by_sleep()
     STOPPED.update(each=math.inf, seconds=0.0)
     watching, asks = LayerMigration(patience=5, watches=watches), AsksForStatus()
-    found = train([Stops(), watching, AwaitsPlanning(), asks], 30)
+    found = train([Stops(), watching, AwaitsPlanning(), asks], 50)
     return {**found, "status": asks.text}
 
 
@@ -324,7 +324,7 @@ class Recovers(L.Callback):
 def recovers(watches: bool) -> Any:
     go_by_sleep()
     callbacks = [Recovers(), LayerMigration(patience=3, watches=watches), AwaitsPlanning()]
-    return train(callbacks, 90)
+    return train(callbacks, 50)
 
 
 def test_a_stage_without_layers_is_measured_again() -> None:
