@@ -882,7 +882,7 @@ def test_a_decision_that_is_refused_is_not_announced() -> None:
     for rank in run_ranks(train_slowly, 2, [4, 4], True, refusal="Rank 1 lacks 3 MB."):
         assert set(rank["counts"]) == {(4, 4)}
         (refused,) = rank["decisions"]
-        assert refused["reason"] == "Rank 1 lacks 3 MB."
+        assert refused["reason"] == "Rank 1 lacks 3 MB"
 
 
 class StaysBehind(L.Callback):

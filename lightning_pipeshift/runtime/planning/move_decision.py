@@ -33,7 +33,7 @@ _MOST_WINDOWS: Final = 4
 _DOUBT: Final = 3.0
 """By so many standard errors the measurements of a rank may be wrong."""
 
-_OTHER_SPEED: Final = 1.25
+_OTHER_SPEED: Final = 1.5
 """A device that is so many times as fast or slow is another one for a change that failed."""
 
 _NOTICEABLE: Final = 1.1
@@ -135,7 +135,7 @@ class Decider:
         self._settings = settings
         self._topology = topology
         self._pending: _Pending | None = None
-        # Changes that were undone. They are not made again in the same circumstances.
+        # Changes that were undone: in the same circumstances no plan is tried for its speed.
         self._failed: list[_Pending] = []
         # By virtual machine and layer, the ranks from which decisions have moved it away.
         self._left: dict[tuple[int, int], set[int]] = {}
@@ -270,7 +270,8 @@ class Decider:
             self._has_asked = True
             return best, True
         self._failed = [each for each in self._failed if _alike(each.cluster, measured.cluster)]
-        if any(best.is_like(each.new) for each in self._failed):
+        if self._failed:
+            # By these measurements another plan was faster, and by its steps it was not.
             return None
         # Over the remaining steps of the run, the cost of the move included.
         left = window.steps_left

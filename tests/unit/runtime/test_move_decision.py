@@ -166,10 +166,9 @@ def test_what_was_undone_is_not_tried_again_until_something_changes() -> None:
     judged = mind.decide(plan(), window(SLOW, Estimate(1.0, 0.0, 5))).judged
     assert judged is not None
     assert (judged.verdict, judged.after_seconds) == ("kept", 1.0)
-    for speed in (0.5, 0.45, 0.55, 0.5):
+    for speed in (0.5, 0.4, 0.7, 0.5):
         for _ in range(10):
-            found = mind.decide(plan(), window(measured(speed)))
-            assert not found.is_new or counts_of(found) != moved.placement.counts[0]
+            assert not mind.decide(plan(), window(measured(speed))).is_new
     later = [mind.decide(plan(), window(measured(0.3))).is_new for _ in range(2)]
     assert later == [False, True], "and then it waits twice as long"
 
