@@ -14,11 +14,11 @@ Two stages share 12 layers. After some steps the second one is held back, later 
 - ``loaded``: nothing is held back, while other processes keep all cores busy: nothing should move.
 
 Printed is after how many steps of the fault layers moved first, the share of the new optimum (the
-better of two fixed splits under the same fault in runs of their own, that by the speeds and the even
-one: where pauses are longer than a step, all wait for them whatever the split is; over the steps at
-the end of the fault), the time of a step at the end over that before the fault, and how many times
-the plan changed during the fault and after it. The parameters are compared with a run in which
-nothing moves, bit by bit.
+better of two fixed splits under the same fault in runs of their own, that by the speeds and the
+even one: where pauses are longer than a step, all wait for them whatever the split is; over the
+steps at the end of the fault), the time of a step at the end over that before the fault, and how
+many times the plan changed before, during and after the fault. The parameters are compared with a
+run in which nothing moves, bit by bit.
 """
 
 from __future__ import annotations
