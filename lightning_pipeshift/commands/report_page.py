@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
-from statistics import median
 from typing import Final
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.text import bytes_text, seconds_text
 from lightning_pipeshift.timeline.compared import Compared
-from lightning_pipeshift.timeline.outcomes import Outcome
+from lightning_pipeshift.timeline.outcomes import Change
 from lightning_pipeshift.timeline.recording import Recording, What
 from lightning_pipeshift.timeline.shares import shares_of
+from lightning_pipeshift.timeline.slow_ranks import slow_rank
 from lightning_pipeshift.timeline.text import draw
 
 _WIDTH, _HEIGHT, _EDGE = 900, 220, 40
@@ -28,13 +28,13 @@ polyline { fill: none; stroke-width: 2; } .measured-point { fill: #4878cf; }
 """
 
 
-def page(title: str, recordings: Sequence[Recording], outcomes: Sequence[Outcome] = ()) -> str:
+def page(title: str, recordings: Sequence[Recording], changes: Sequence[Change] = ()) -> str:
     """The page of a run.
 
     Args:
         title: what the run is called.
         recordings: at least one, in the order of their steps.
-        outcomes: of decisions to change the plan, in the same order.
+        changes: the automatic changes of the plan, in the same order.
     """
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -51,7 +51,7 @@ def page(title: str, recordings: Sequence[Recording], outcomes: Sequence[Outcome
         "<h2>The last recorded step</h2>",
         _text(draw(recordings[-1])),
         "<h2>Decisions</h2>",
-        *_decisions(outcomes),
+        *_decisions(changes),
         "<h2>Plans</h2>",
         *_plans(recordings),
     ]
@@ -146,6 +146,8 @@ def _stages(recordings: Sequence[Recording]) -> Iterator[str]:
         "<p>A stage is V.S: stage S of virtual machine V. On a CPU the memory is all of the"
         " process's, and what is expected is only the model's part.</p>"
     )
+    if slow := slow_rank(recordings):
+        yield f'<p id="slow">{escape(slow)}</p>'
 
 
 def _lanes(recordings: Sequence[Recording]) -> Iterator[str]:
@@ -166,31 +168,26 @@ def _lanes(recordings: Sequence[Recording]) -> Iterator[str]:
     yield _table("lanes", rows)
 
 
-def _decisions(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A row for each decision by measurements, with the gain that was expected when it was made and
-    the one measured under the new plan.
-    """
-    rows = [["step", "a step took", "expected gain", "a step takes", "measured gain", "refused"]]
-    for each in outcomes:
-        found = [seconds_text(each.step_seconds), f"{each.gain:.2f}"]
-        if each.measured_gain is None:
-            rows.append([str(each.step), *found, "-", "-", each.reason or "-"])
-        elif len(rows) > 1:
-            rows[-1][3:5] = found
-    if len(rows) == 1:
+def _decisions(changes: Sequence[Change]) -> Iterator[str]:
+    """A row for each automatic change of the plan."""
+    if not changes:
         yield "<p>No change of the plan was decided by measurements.</p>"
         return
+    rows = [["step", "change", "measured before", "expected", "measured after", "verdict"]]
+    for each in changes:
+        figures = (each.before_seconds, each.expected_seconds, each.after_seconds)
+        shown = [seconds_text(figure) if figure is not None else "-" for figure in figures]
+        verdict = ": ".join(filter(None, (each.verdict, each.reason))) or "-"
+        rows.append([str(each.step), each.what, *shown, verdict])
     yield _table("decisions", rows)
     yield (
-        "<p>Gains say how many times as fast a step becomes. A gain is measured over as many steps"
-        " as the decision; it is missing if the plan changed again, or the run ended, before.</p>"
+        "<p>Seconds of a step, means over the steps that were measured. What is missing was not"
+        " measured: the plan changed again, or the run ended, before.</p>"
     )
 
 
 def _plans(recordings: Sequence[Recording]) -> Iterator[str]:
-    """The first plan, and each that differs from the one before it in the owners of layers, with
-    what the change was expected to gain and has gained.
-    """
+    """The first plan, and each that differs from the one before it in the owners of layers."""
     spans: list[tuple[Plan, list[Recording]]] = []
     for each in recordings:
         if not each.plan:
@@ -206,20 +203,4 @@ def _plans(recordings: Sequence[Recording]) -> Iterator[str]:
         yield f'<h3 class="plan">{title}</h3>'
         if moved := sorted({mark.name for r in under[0].ranks for mark in r.of(What.MOVE)}):
             yield f"<ul>{''.join(f'<li>{escape(name)}</li>' for name in moved)}</ul>"
-        if number:
-            yield f'<p class="change">{escape(_gain(spans[number - 1][1], under))}</p>'
         yield _text(str(plan))
-
-
-def _gain(before: Sequence[Recording], after: Sequence[Recording]) -> str:
-    """How long steps took under two plans, and how long the second one expects them to take."""
-    old, new = (median(each.seconds / each.num_steps for each in part) for part in (before, after))
-    counts = f"{len(before)} and {len(after)} recorded"
-    said = (
-        f"A step took {seconds_text(old)} before and {seconds_text(new)} after (medians of"
-        f" {counts}): {old / new:.2f} times as fast."
-    )
-    expected = _seconds_of(Compared.of(after[0]).expected)
-    if expected is not None:
-        said += f" Expected by the new plan: {seconds_text(expected)}, {old / expected:.2f} times."
-    return said

@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.errors import ConfigurationError
@@ -20,6 +20,10 @@ from lightning_pipeshift.files import parse_json, printable, read_bytes
 from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.runtime.step.control_files import FOLDER, STATUS, ask
 from lightning_pipeshift.text import layers_text, seconds_text, table
+from lightning_pipeshift.timeline.outcomes import Change
+
+_SLOW: Final = 0.9
+"""A rank is named that delivers less than this part of the work of the fastest one of its kind."""
 
 
 def folder_of(run: Path) -> Path:
@@ -168,7 +172,8 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     ]
     if not status["virtual_machines"]:
         lines.append("It has not had its first batch yet: there is no plan.")
-    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "payload", "layers"]
+    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "delivers"]
+    header += ["payload", "layers"]
     for vm, stages in enumerate(status["virtual_machines"]):
         rows = [header]
         for number, stage in enumerate(stages):
@@ -181,6 +186,7 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     _time(stage.get("forward_seconds")),
                     _time(stage.get("backward_seconds")),
                     f"{stage['busy']:.0%}" if "busy" in stage else "-",
+                    f"{stage['delivers']:.2f} s/s" if "delivers" in stage else "-",
                     _time(stage.get("payload_seconds")),
                     layers_text(stage["layers"]),
                 ]
@@ -190,21 +196,28 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
             f"virtual machine {vm} (one replica of the pipeline; seconds per microbatch)",
             *table(rows),
         ]
+    lines += [f"\n{line}" for line in _slowest(status["virtual_machines"])]
     if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
         lines.append("\nTheir speed is measured if layers are watched, and takes some steps.")
     if status.get("waits"):
         lines += ["\nStages wait in each step:", *(f"  {wait}" for wait in status["waits"])]
-    for decision in status["decisions"]:
-        if "expected_gain" in decision:
-            lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")
-        if "measured_gain" in decision:
-            lines.append(f"It became {decision['measured_gain']:.2f} times as fast.")
-        if "refused_gain" in decision:
-            lines.append(
-                f"\nThe plan stays, although a step was expected to become"
-                f" {decision['refused_gain']:.2f} times as fast: {decision['reason']}"
-            )
+    if status["decisions"]:
+        lines.append("\nAutomatic changes of the plan:")
+    for entries in status["decisions"]:
+        lines.append(f"  step {entries['step']}: {Change(**entries)}.")
     return "\n".join(lines)
+
+
+def _slowest(machines: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """A sentence about the rank that delivers least, if it is noticeably slower than the others."""
+    stages = [stage for stages in machines for stage in stages if "delivers" in stage]
+    slowest = min(stages, key=lambda stage: stage["delivers"], default=None)
+    if slowest is not None and slowest["delivers"] < _SLOW:
+        yield (
+            f"Rank {slowest['rank']} on {slowest['host']} is slow: in one second it delivers what"
+            f" the fastest rank of its kind ({slowest['kind']}) does in"
+            f" {seconds_text(slowest['delivers'])}."
+        )
 
 
 def _time(seconds: float | None) -> str:

@@ -409,12 +409,11 @@ class PipeShiftStrategy(ParallelStrategy):
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
-        """The results of decisions to change the plan, in their order. Each has the ``step`` in
-        which it became known, from 0; ``step_seconds``, how long a step took then; and a speedup:
-        ``expected_gain`` of a plan that has come into force, later its ``measured_gain``; or the
-        ``refused_gain`` that was expected of a plan that was refused, and the ``reason``.
+        """The automatic changes of the plan so far, in their order: the fields that are known of a
+        :class:`~lightning_pipeshift.timeline.outcomes.Change`, with the seconds of a step that were
+        measured before, expected, and measured after it.
         """
-        return [each.entries for each in self.pipeline.planning.decisions.outcomes]
+        return [each.entries for each in self.pipeline.planning.decisions.changes]
 
     @property
     def move_seconds(self) -> float:

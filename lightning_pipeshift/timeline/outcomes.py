@@ -1,5 +1,5 @@
-"""Changes of the plan that were decided by measurements, and the results of these decisions. A
-value; JSON on disk.
+"""Automatic changes of the plan: what each one expected, and what was measured. A value; JSON on
+disk. The log, ``pipeshift status``, ``pipeshift report`` and the loggers show these figures.
 """
 
 from __future__ import annotations
@@ -13,68 +13,77 @@ from typing import Any, Final
 from lightning_pipeshift.documents import Document
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.files import write_text
+from lightning_pipeshift.text import seconds_text
 
 FILE: Final = "decisions.json"
 """The file's name, in the folder of the recorded steps."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+
+KEPT: Final = "kept"
+UNDONE: Final = "undone"
+REFUSED: Final = "refused"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Something that became known of a decision.
+class Change:
+    """An automatic change of the plan. Seconds are those of a step, means over the steps measured.
 
     Args:
-        step: the number of the step in which it became known, from 0.
-        step_seconds: of a step at that time, the median of those measured.
-        expected_gain: the new plan is in force, and a step was expected to become so many times as
-            fast.
-        measured_gain: so many times as fast a step has become under the last new plan.
-        refused_gain: the new plan was refused, though so much was expected of it.
-        reason: why it was refused.
+        what: what changes, in words.
+        before_seconds: measured under the plan before.
+        expected_seconds: expected under the new plan.
+        step: the number of the first step under it, from 0; or of the step in which it was refused.
+        after_seconds: measured under the new plan; ``None`` as long as it is not known.
+        verdict: ``"kept"``, ``"undone"`` or ``"refused"``; empty as long as it is not known.
+        reason: why it was refused, or is kept or undone.
 
     Raises:
-        PlanError: not exactly one of the three gains is set.
+        PlanError: the verdict is none of these.
     """
 
-    step: int
-    step_seconds: float
-    expected_gain: float | None = None
-    measured_gain: float | None = None
-    refused_gain: float | None = None
+    what: str
+    before_seconds: float
+    expected_seconds: float
+    step: int = 0
+    after_seconds: float | None = None
+    verdict: str = ""
     reason: str = ""
 
     def __post_init__(self) -> None:
-        gains = (self.expected_gain, self.measured_gain, self.refused_gain)
-        if sum(gain is not None for gain in gains) != 1:
-            raise PlanError("one of expected_gain, measured_gain and refused_gain must be set")
+        if self.verdict not in ("", KEPT, UNDONE, REFUSED):
+            raise PlanError(f"verdict={self.verdict!r}: it is {KEPT!r}, {UNDONE!r} or {REFUSED!r}")
 
-    @property
-    def gain(self) -> float:
-        """Whichever gain is set."""
-        return self.expected_gain or self.measured_gain or self.refused_gain or 0.0
+    def __str__(self) -> str:
+        before, expected = map(seconds_text, (self.before_seconds, self.expected_seconds))
+        text = f"{self.what}: a step took {before}, and {expected} is expected"
+        if self.after_seconds is not None:
+            text += f"; it takes {seconds_text(self.after_seconds)}"
+        if self.verdict:
+            text += f"; {self.verdict}"
+        return text + (f", as {self.reason.rstrip('.')}" if self.reason else "")
 
     @property
     def entries(self) -> dict[str, Any]:
-        """The fields that are set."""
+        """The fields that are known."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcomes:
-    decisions: tuple[Outcome, ...]
+class _Changes:
+    decisions: tuple[Change, ...]
 
 
-_DOCUMENT: Final = Document(_Outcomes, "the decisions of a run", "record them again", _VERSION)
+_DOCUMENT: Final = Document(_Changes, "the decisions of a run", "record them again", _VERSION)
 
 
-def save(outcomes: Iterable[Outcome], folder: Path) -> None:
-    """Writes a run's outcomes into a folder. Raises OSError."""
-    entries = {"version": _VERSION, "decisions": [each.entries for each in outcomes]}
+def save(changes: Iterable[Change], folder: Path) -> None:
+    """Writes a run's changes into a folder. Raises OSError."""
+    entries = {"version": _VERSION, "decisions": [each.entries for each in changes]}
     write_text(folder / FILE, json.dumps(entries, indent=1))
 
 
-def load(folder: Path) -> tuple[Outcome, ...]:
-    """The outcomes in a folder; none without a file. Raises PlanError if it is damaged."""
+def load(folder: Path) -> tuple[Change, ...]:
+    """The changes in a folder; none without a file. Raises PlanError if it is damaged."""
     path = folder / FILE
     return _DOCUMENT.load(path).decisions if path.exists() else ()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.text import seconds_text
 from lightning_pipeshift.timeline.recording import RankRecord, Recording
 
@@ -56,12 +60,39 @@ class SlowRanks:
         return messages
 
 
+def slow_rank(recordings: Sequence[Recording]) -> str:
+    """Names the rank that has delivered least in all recorded steps, by the work of its forwards as
+    the plan has it; empty if none is slow, or no layer's time is known.
+    """
+    took: defaultdict[tuple[int, str], float] = defaultdict(float)
+    work = took.copy()
+    for recording in recordings:
+        plan = Plan.from_json(recording.plan) if recording.plan else None
+        for record in recording.ranks if plan is not None else ():
+            assert plan is not None
+            own = plan.placement.layers_of(record.vm, record.stage)
+            forwards = [each for each in record.spans if each.action.kind is Kind.FORWARD]
+            took[record.rank, record.host] += sum(each.end - each.start for each in forwards)
+            seconds = sum(plan.layers[layer].forward_seconds for layer in own)
+            work[record.rank, record.host] += len(forwards) * seconds
+    rates = {place: work[place] / took[place] for place in took if work[place] and took[place]}
+    if not rates or max(rates.values()) < _FACTOR * min(rates.values()):
+        return ""
+    rank, host = min(rates, key=lambda place: rates[place])
+    part = rates[rank, host] / max(rates.values())
+    return (
+        f"Rank {rank} on {host} is slow: in one second it delivers what the fastest rank does in"
+        f" {seconds_text(part)}."
+    )
+
+
 def _message(record: RankRecord, ratio: float, expected: float, measured: Recording) -> str:
     number = measured.num_steps
     took, should = (seconds_text(each / number) for each in (record.compute_seconds, expected))
     return (
         f"rank {record.rank} (stage {record.stage} of virtual machine {record.vm}, host"
         f" {record.host}) is {ratio:.1f} times as slow as its plan expects: it computes for {took}"
-        f" in a step instead of {should}. Look for another job there, or let"
+        f" in a step instead of {should}, and so delivers {1 / ratio:.2f} s of work in a second."
+        " Look for another job there, or let"
         " `LayerMigration()` move layers away from it"
     )

@@ -131,7 +131,7 @@ def test_ranks_change_places_when_the_first_steps_have_been_measured() -> None:
     own = run_ranks(train, 2, LAST_IS_SLOW, False, {})
     assert own[0]["ranks"] == ((1, 0),)
     assert own[0]["counts"] == ((4, 1),)
-    (line,) = (line for line in own[0]["heard"] if "change their owners" in line)
+    (line,) = (line for line in own[0]["heard"] if "steps have been measured" in line)
     assert "on the ranks [0, 1] becomes [4, 1] on the ranks [1, 0]" in line
     given = run_ranks(train, 2, LAST_IS_SLOW, False, {"virtual_machines": [[0, 1]]})
     assert given[0]["ranks"] == ((0, 1),)

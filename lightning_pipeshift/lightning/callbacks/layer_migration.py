@@ -35,9 +35,12 @@ class LayerMigration(Callback):
         moves: moves to make at given steps, in addition to those found by measuring.
         min_gain: the fraction by which a step has to get shorter, by the simulator, for layers to
             move.
-        patience: for how many consecutive steps an imbalance has to last. Moves that reverse
+        patience: for how many consecutive steps an imbalance has to last; more, as long as they do
+            not say clearly how fast each stage is. After so many steps under the new plan the move
+            is judged by their mean time, and undone if they are not faster. Moves that reverse
             earlier ones need twice the patience, and twice that the next time, so that layers do
-            not move back and forth with a stage whose speed fluctuates.
+            not move back and forth with a stage whose speed fluctuates; so do moves after one that
+            was undone.
         watches: whether to measure at all; ``False``: only ``moves`` and requests from other
             processes are carried out.
 
@@ -71,7 +74,7 @@ class LayerMigration(Callback):
         self.min_gain = float(min_gain)
         self.patience = patience
         self.watches = watches
-        self._num_logged = 0
+        self._logged: list[dict[str, Any]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Makes the strategy measure layers."""
@@ -82,7 +85,7 @@ class LayerMigration(Callback):
         # Requests need a local folder, not a remote one.
         is_here = stage == "fit" and "://" not in folder
         strategy.take_requests(Path(folder) if is_here else None)
-        self._num_logged = 0
+        self._logged = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raises PlanError if one of the moves has an unknown layer, stage or virtual machine."""
@@ -105,19 +108,22 @@ class LayerMigration(Callback):
             rank_zero_warn(f"PipeShift: nothing moves at step {step}: {error}.")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Logs decisions."""
+        """Logs changes of the plan: ``pipeshift/before_seconds`` and ``expected_seconds``, and
+        ``after_seconds`` once it has been measured.
+        """
         strategy = strategy_of(trainer, _PURPOSE)
         strategy.steps_left = _steps_left(trainer)
         found = strategy.decisions
-        for decision in found[self._num_logged :]:
+        for number, change in enumerate(found):
+            known = self._logged[number] if number < len(self._logged) else {}
             figures = {
                 f"pipeshift/{name}": value
-                for name, value in decision.items()
-                if isinstance(value, float)
+                for name, value in change.items()
+                if isinstance(value, float) and name not in known
             }
-            for logger in trainer.loggers:
+            for logger in trainer.loggers if figures else ():
                 logger.log_metrics(figures, step=step_of_loggers(trainer))
-        self._num_logged = len(found)
+        self._logged = found
 
 
 def _steps_left(trainer: pl.Trainer) -> float:

@@ -72,8 +72,8 @@ class PipelineTimeline(Callback):
         self._files = Path()
         self._live: object = None
         self._results: TimelineResults | None = None
-        self._earlier: list[outcomes.Outcome] = []
-        self._num_outcomes = 0
+        self._earlier: list[outcomes.Change] = []
+        self._saved: list[outcomes.Change] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: only the settings."""
@@ -168,12 +168,12 @@ class PipelineTimeline(Callback):
 
     def _save_outcomes(self, pipeline: Any) -> None:
         """Writes the file of decisions, if there are new ones."""
-        found = pipeline.planning.decisions.outcomes
-        if len(found) > self._num_outcomes and pipeline.replicas.rank == 0:
-            self._num_outcomes = len(found)
+        found = list(pipeline.planning.decisions.changes)
+        if found != self._saved and pipeline.replicas.rank == 0:
+            self._saved = found
             self._save([*self._earlier, *found])
 
-    def _save(self, found: Iterable[outcomes.Outcome]) -> None:
+    def _save(self, found: Iterable[outcomes.Change]) -> None:
         try:
             outcomes.save(found, self._files)
         except OSError as error:

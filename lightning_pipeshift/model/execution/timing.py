@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ from lightning_pipeshift.model.gates.gate import Gate
 
 _MOST_SAMPLES = 512
 
+_WORK = ("forward", "backward")
+
 
 class Samples:
     """The latest samples of a repeated measurement."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        self.count = 0
+        """How many there were, with those that were dropped."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -36,16 +41,12 @@ class Samples:
     def add(self, value: float) -> None:
         """Adds a sample; drops the oldest one if there are many."""
         self._values.append(value)
+        self.count += 1
 
-    def quantile(self, level: float) -> float:
-        """A quantile of the samples, interpolated. Occasional disturbances of the machine do not
-        change the median, at 0.5.
-        """
-        ordered = sorted(self._values)
-        place = level * (len(ordered) - 1)
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    @property
+    def median(self) -> float:
+        """The median of the samples: occasional disturbances of the machine do not change it."""
+        return median(self._values)
 
 
 class Timer(LayerListener):
@@ -111,9 +112,13 @@ class Timer(LayerListener):
             self.add("backward", layer, start, stop)
         self._entered.clear()
 
-    def read(self) -> None:
-        """Reads the marked intervals that have ended by now."""
-        waiting = []
+    def read(self) -> float:
+        """Reads the marked intervals that have ended by now.
+
+        Returns:
+            The seconds of those that are work of layers, and of the code behind the last one.
+        """
+        waiting, work = [], 0.0
         for entry in self._marked:
             key, begin, end = entry
             seconds = elapsed_seconds(begin, end)
@@ -121,12 +126,23 @@ class Timer(LayerListener):
                 waiting.append(entry)
             else:
                 self._samples.setdefault(key, Samples()).add(seconds)
+                work += seconds if key[0] in _WORK else 0.0
         self._marked = waiting
+        return work
 
-    def quantile(self, what: str, number: int = -1, level: float = 0.5) -> float | None:
-        """See :meth:`Samples.quantile`; ``None`` if there are no samples."""
+    @property
+    def typical_seconds(self) -> float:
+        """The work in all samples, if each of a layer had taken as long as the median one."""
+        return sum(
+            found.count * found.median
+            for (what, _), found in self._samples.items()
+            if what in _WORK
+        )
+
+    def median(self, what: str, number: int = -1) -> float | None:
+        """See :attr:`Samples.median`; ``None`` if there are no samples."""
         samples = self._samples.get((what, number))
-        return samples.quantile(level) if samples else None
+        return samples.median if samples else None
 
     def forget(self) -> None:
         """Discards all samples, for example those of warm-up steps."""

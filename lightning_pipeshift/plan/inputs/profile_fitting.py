@@ -33,8 +33,9 @@ class RankFigures:
     Args:
         guesses: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
-        earlier: those of the layers that it owned when it last owned any, for a stage that was
-            drained since; empty if it has been measured again without layers.
+        error: their relative standard error.
+        earlier: those of the layers that it owned before some were taken from it. It counts as no
+            faster than by these; empty if it has been measured again since.
         slowdown: the time of a short computation by that, relative to the time before training.
         extra: the time of a forward and a backward of its stage outside of layers; ``None`` before
             training.
@@ -56,8 +57,9 @@ class RankFigures:
 
     guesses: Mapping[int, Times] = field(default_factory=dict)
     times: Mapping[int, Times] = field(default_factory=dict)
+    error: float = 0.0
     earlier: Mapping[int, Times] = field(default_factory=dict)
-    slowdown: float = 1.0
+    slowdown: float | None = None
     extra: Times | None = None
     outside_seconds: float | None = None
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -189,15 +191,18 @@ def _ratios(
     """
     estimates = [_ratio(mine.guesses, guess) for mine, guess in zip(figures, guessed, strict=True)]
     trained = [
-        _ratio(mine.times or mine.earlier, guess)
+        max(_ratio(times, guess) or 0.0 for times in (mine.times, mine.earlier))
         for mine, guess in zip(figures, guessed, strict=True)
     ]
     both = zip(trained, estimates, strict=True)
     usual = median([there / before for there, before in both if there and before] or [1.0])
-    return [
-        there or (before and before * mine.slowdown * usual)
-        for mine, there, before in zip(figures, trained, estimates, strict=True)
-    ]
+
+    def ratio(mine: RankFigures, there: float, before: float | None) -> float | None:
+        if before and (mine.slowdown or not there):
+            there = max(there, before * usual * (mine.slowdown or 1.0))
+        return there or None
+
+    return [ratio(*each) for each in zip(figures, trained, estimates, strict=True)]
 
 
 def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:

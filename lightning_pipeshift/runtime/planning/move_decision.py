@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,15 +12,30 @@ from typing import Final
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.policy_choices import follows
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
+from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.memory_trial import Verdict
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
+from lightning_pipeshift.timeline.outcomes import KEPT, UNDONE, Change
 
 MIN_GAIN: Final = 0.05
 """The fraction by which a step has to get shorter for layers to change their owners."""
+
+_LEAST_PART: Final = 0.25
+"""The part of the expected saving that has to be measured for a change to be kept."""
+
+_MOST_WINDOWS: Final = 4
+"""A change is judged after so many windows at the latest, however much steps differ."""
+
+_DOUBT: Final = 3.0
+"""By so many standard errors the measurements of a rank may be wrong."""
+
+_OTHER_SPEED: Final = 1.5
+"""A device that is so many times as fast or slow is another one for a change that failed."""
 
 _NOTICEABLE: Final = 1.1
 """Speeds that differ by less count as equal when orders of the ranks are searched for."""
@@ -33,8 +49,9 @@ class Decision:
         plan: as a document.
         is_new: whether it differs from the plan in force.
         message: a message to the user; empty for none.
-        expected_gain: the expected speedup of a step.
-        took: seconds of a step at the time of the decision.
+        change: what the new plan changes and is expected to gain.
+        judged: the last change, if enough steps have been measured since to judge it.
+        goes_on: whether the steps measured so far do not suffice to judge the last change.
         working_bytes: what each layer takes for a moment, by all ranks' measurements.
         verdict: that on a memory plan, if it is one.
     """
@@ -42,8 +59,9 @@ class Decision:
     plan: str
     is_new: bool
     message: str
-    expected_gain: float = 1.0
-    took: float | None = None
+    change: Change | None = None
+    judged: Change | None = None
+    goes_on: bool = False
     working_bytes: Mapping[int, int] = field(default_factory=dict)
     verdict: Verdict | None = None
 
@@ -53,24 +71,63 @@ class Window:
     """The measurements of some consecutive steps.
 
     Args:
-        num_steps: the number of steps.
-        took: seconds of the median step.
-        middle: the medians of all measurements.
-        extremes: their low quantiles, and their high ones. A short disturbance is not in both.
+        num_steps: the number of steps in the window.
+        took: seconds of a step, the mean over these and perhaps earlier steps under the same plan.
+        measured: the measurements of devices, links and layers.
+        errors: the relative standard error of each rank's times; empty if they are exact.
         steps_left: over how many steps a change can pay off.
         links: those that carry other than they did.
     """
 
     num_steps: int
-    took: float
-    middle: Measured
-    extremes: Sequence[Measured]
-    steps_left: float
+    took: Estimate
+    measured: Measured
+    errors: Sequence[float] = ()
+    steps_left: float = math.inf
     links: Sequence[LinkChange] = ()
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A change that is to be judged by the steps under its plan.
+
+    Args:
+        change: what it expects.
+        old: the plan before.
+        new: the plan that it puts in force.
+        cluster: the devices' speeds, and the links, by which it was decided.
+        error: the standard error of the seconds before.
+        is_needed: whether the old plan is no choice, as it does not fit.
+        undoes: the change that it undoes.
+    """
+
+    change: Change
+    old: Plan
+    new: Plan
+    cluster: Cluster
+    error: float
+    is_needed: bool = False
+    undoes: Change | None = None
+
+    def judged(self, window: Window) -> Change | None:
+        """The change with its verdict; ``None`` if more steps have to be measured."""
+        change, took = self.change, window.took
+        saving = change.before_seconds - change.expected_seconds
+        limit = change.before_seconds - _LEAST_PART * saving
+        is_clear = abs(took.mean - limit) > math.hypot(took.error, self.error)
+        judged = replace(change, after_seconds=took.mean, verdict=KEPT)
+        if self.is_needed:
+            return replace(judged, reason="the plan before does not fit or follow the policy")
+        if self.undoes is not None or (took.mean < limit and is_clear):
+            return judged
+        if not is_clear and took.num_steps < _MOST_WINDOWS * window.num_steps:
+            return None
+        return judged if took.mean < limit else replace(judged, verdict=UNDONE)
+
+
 class Decider:
-    """Decides on the first rank whether the plan changes.
+    """Decides on the first rank whether the plan changes, and whether a change is undone: a pure
+    function of the plans and windows so far.
 
     Args:
         settings: the user's settings.
@@ -80,10 +137,13 @@ class Decider:
     def __init__(self, settings: Settings, topology: Topology) -> None:
         self._settings = settings
         self._topology = topology
+        self._pending: _Pending | None = None
+        # Changes that were undone: in the same circumstances no plan is tried for its speed.
+        self._failed: list[_Pending] = []
         # By virtual machine and layer, the ranks from which decisions have moved it away.
         self._left: dict[tuple[int, int], set[int]] = {}
-        # How many decisions reversed an earlier one, and how often in a row another plan was
-        # better: layers must not move back and forth with a device whose speed varies.
+        # How many decisions reversed an earlier one or were undone, and how often in a row another
+        # plan was better: layers must not move back and forth with a device whose speed varies.
         self._num_reversals = 0
         self._insistence = 0
         # The best order of the ranks, and what it was found for.
@@ -96,15 +156,32 @@ class Decider:
         self._settings = replace(self._settings, recompute="full")
 
     def decide(self, plan: Plan, window: Window) -> Decision:
-        """Decides whether to change to a better plan.
+        """Judges the last change, and decides whether to change to a better plan.
 
         Args:
             plan: the plan in force.
             window: the measurements made under it.
         """
         ranks = plan.ranks or self._topology.ranks
-        kept = replace(plan, ranks=ranks, prediction=window.middle.prediction(plan))
+        kept = replace(plan, ranks=ranks, prediction=window.measured.prediction(plan))
         stays = Decision(kept.to_json(), False, "")
+        pending, self._pending = self._pending, None
+        # If another plan is in force, the change was refused, or layers have moved on request.
+        if pending is not None and kept.is_like(pending.new):
+            judged = pending.judged(window)
+            if judged is None:
+                self._pending = pending
+                return replace(stays, goes_on=True)
+            stays = replace(stays, judged=judged)
+            if judged.verdict == UNDONE:
+                return self._undo(pending, stays, window)
+            undone = pending.undoes
+            if undone is not None and window.took.mean > (undone.after_seconds or math.inf):
+                # Without it steps are even slower: it was not the change that made them slow.
+                failed, new = self._failed, pending.old
+                self._failed = [each for each in failed if not each.new.is_like(new)]
+            if self._settings.watch is None:
+                return stays
         try:
             best = self._best(kept, window)
         except (PlanError, BudgetError) as error:
@@ -113,28 +190,52 @@ class Decider:
         self._insistence = self._insistence + 1 if best is not None else 0
         if best is None:
             return stays
-        takes_back = any(
-            new in self._left.get((vm, layer), ()) for vm, layer, _, new in changes(kept, best)
-        )
-        # Each reversal of an earlier decision doubles the patience.
+        new, is_needed = best
+        moves = list(changes(kept, new))
+        takes_back = any(to in self._left.get((vm, layer), ()) for vm, layer, _, to in moves)
+        # Each reversal of an earlier decision, and each failure, doubles the patience.
         if self._insistence < 2 ** (self._num_reversals + takes_back):
             return stays
-        self._insistence = 0
         self._num_reversals += takes_back
-        for vm, layer, before, _ in changes(kept, best):
+        for vm, layer, before, _ in moves:
             self._left.setdefault((vm, layer), set()).add(before)
-        return _changed(kept, best, window)
+        assert kept.prediction is not None
+        assert new.prediction is not None
+        took, part = window.took.mean, new.prediction.step_seconds / kept.prediction.step_seconds
+        change = Change(_what(kept, new), took, took * part)
+        cluster, doubt = window.measured.cluster, window.took.error
+        pending = _Pending(change, kept, new, cluster, doubt, is_needed)
+        return self._change(pending, stays, window)
 
-    def _best(self, plan: Plan, window: Window) -> Plan | None:
-        """Returns a better plan, or ``None``. Where another order of the ranks is not worth the
-        moves, the present one may have a better plan.
+    def _change(self, pending: _Pending, stays: Decision, window: Window) -> Decision:
+        self._pending, self._insistence = pending, 0
+        message = f"{window.num_steps} steps have been measured. {pending.change}."
+        message += "".join(f" {link}." for link in window.links)
+        waited = waits_text(waits_of(pending.old, window.measured))
+        message += f" Before the change: {waited[0].lower()}{waited[1:]}" if waited else ""
+        new = pending.new.to_json()
+        return replace(stays, plan=new, is_new=True, message=message, change=pending.change)
+
+    def _undo(self, failed: _Pending, stays: Decision, window: Window) -> Decision:
+        self._failed.append(failed)
+        self._num_reversals += 1
+        measured, old = window.measured, failed.old
+        back = Change(_what(failed.new, old), window.took.mean, failed.change.before_seconds)
+        old = replace(old, prediction=measured.prediction(old))
+        undo = _Pending(back, failed.new, old, measured.cluster, 0.0, undoes=stays.judged)
+        return self._change(undo, stays, window)
+
+    def _best(self, plan: Plan, window: Window) -> tuple[Plan, bool] | None:
+        """Returns a better plan, and whether the present one is no choice; ``None`` if there is
+        none. Where another order of the ranks is not worth the moves, the present one may have a
+        better plan.
         """
         plans = (self._better(plan, window, topology) for topology in self._orders(plan, window))
         return next((best for best in plans if best is not None), None)
 
     def _orders(self, plan: Plan, window: Window) -> Iterator[Topology]:
         """The orders of the ranks to plan for, the most promising first."""
-        now, measured = Topology(plan.ranks), window.middle
+        now, measured = Topology(plan.ranks), window.measured
         # What ranks lend to each other, and minibatches in flight, know them by their stages.
         if self._settings.may_reorder and self._settings.memory is None:
             best = self._best_order(self._settings.let_free(plan), measured, now)
@@ -156,9 +257,9 @@ class Decider:
             self._searched = key, found
         return self._searched[1]
 
-    def _better(self, plan: Plan, window: Window, topology: Topology) -> Plan | None:
-        """Returns a better plan for an order of the ranks, or ``None``."""
-        settings, measured = self._settings, window.middle
+    def _better(self, plan: Plan, window: Window, topology: Topology) -> tuple[Plan, bool] | None:
+        """As :meth:`_best`, for an order of the ranks."""
+        settings, measured = self._settings, window.measured
         watch = settings.watch
         if watch is not None:
             settings = settings.let_free(plan)
@@ -170,17 +271,21 @@ class Decider:
         if now is None or then is None:
             return None
         if not measured.fits(plan, now.memory_bytes):
-            return best
+            return best, True
         if not self._has_asked and not follows_policy(settings, measured, plan):
             # Only once: the policy's answer may depend on measured figures, which fluctuate.
             self._has_asked = True
-            return best
+            return best, True
+        self._failed = [each for each in self._failed if _alike(each.cluster, measured.cluster)]
+        if self._failed:
+            # By these measurements another plan was faster, and by its steps it was not.
+            return None
         # Over the remaining steps of the run, the cost of the move included.
         left = window.steps_left
         cost = measured.move_seconds(plan, best) / left if left else math.inf
         promised = now.step_seconds / (then.step_seconds + cost) - 1
         is_worth_it = promised >= (watch.min_gain if watch is not None else MIN_GAIN)
-        return best if is_worth_it and _always(plan, best, window) else None
+        return (best, False) if is_worth_it and _surely(plan, best, window) else None
 
 
 def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
@@ -197,40 +302,43 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
     )
 
 
-def _always(old: Plan, new: Plan, window: Window) -> bool:
-    """Whether a plan was better by the low quantiles and by the high ones."""
-    return all(
-        measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
-        for measured in window.extremes
-    )
+def _alike(before: Cluster, now: Cluster) -> bool:
+    """Whether nothing has changed so much that a change that failed may be tried again."""
+    ratios = [
+        one.speed / other.speed for one, other in zip(before.devices, now.devices, strict=True)
+    ]
+    is_same = all(1 / _OTHER_SPEED < ratio < _OTHER_SPEED for ratio in ratios)
+    return is_same and before.ranks == now.ranks
 
 
-def _changed(old: Plan, new: Plan, window: Window) -> Decision:
-    assert old.prediction is not None
-    assert new.prediction is not None
-    moved = [one for plan in (old, new) for one in (*plan.swaps, *plan.optimizer_on_host)]
-    moved += [one for plan in (old, new) for one in plan.weights_on_host]
-    if old.placement == new.placement and any(moved):
-        message = (
-            f"{window.num_steps} steps have been measured, and other tensors move or are made again"
-            f" than before: {new.prediction.step_seconds:.3g} s a step are expected."
-        )
-        return Decision(new.to_json(), True, message)
-    now, then = old.prediction.step_seconds, new.prediction.step_seconds
+def _surely(old: Plan, new: Plan, window: Window) -> bool:
+    """Whether a plan is better even if the ranks that get layers are slower than measured, and
+    those that give some away are faster, by as much as their measurements leave open.
+    """
+    if not any(window.errors):
+        return True
+    more: Counter[int] = Counter()
+    for _, _, before, after in changes(old, new):
+        more[before] -= 1
+        more[after] += 1
+    devices = []
+    for rank, device in enumerate(window.measured.cluster.devices):
+        doubt = 1 + _DOUBT * window.errors[rank]
+        speed = device.speed / doubt if more[rank] > 0 else device.speed * doubt
+        devices.append(replace(device, speed=speed))
+    cluster = replace(window.measured.cluster, devices=tuple(devices))
+    measured = replace(window.measured, cluster=cluster)
+    return measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
+
+
+def _what(old: Plan, new: Plan) -> str:
+    if old.placement == new.placement and old.ranks == new.ranks:
+        return "other tensors move or are made again"
     before, after = _counts(old), _counts(new)
     if old.ranks != new.ranks:
         before += f" on the ranks {ranks_text(old.ranks)}"
         after += f" on the ranks {ranks_text(new.ranks)}"
-    message = (
-        f"{window.num_steps} steps have been measured, and the layers change their"
-        f" owners: {before} becomes {after}. A step took {window.took:.3g} s"
-        f" ({now:.3g} s by the simulator); {then:.3g} s are expected,"
-        f" {now / then:.2f} times as fast."
-    )
-    message += "".join(f" {link}." for link in window.links)
-    waited = waits_text(waits_of(old, window.middle))
-    message += f" Before the change: {waited[0].lower()}{waited[1:]}" if waited else ""
-    return Decision(new.to_json(), True, message, now / then, window.took)
+    return f"layers move, {before} becomes {after}"
 
 
 def changes(old: Plan, new: Plan) -> Iterator[tuple[int, int, int, int]]:

@@ -8,6 +8,7 @@ equal machines don't look different because one of them was interrupted.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -99,7 +100,7 @@ class ProbeResult:
             kind: kinds are compared by the layers' own times, measured on each.
         rates: floating-point operations per second, by rank; a first guess until layers have been
             measured. Equal for devices of equal kind and speed.
-        seconds: of the fastest slice, by rank.
+        seconds: of the median slice, by rank.
         notes: observations that a user may want to look into, in words.
     """
 
@@ -109,21 +110,25 @@ class ProbeResult:
     notes: tuple[str, ...]
 
 
-def time_slices(device: torch.device) -> list[float]:
+def time_slices(device: torch.device, seconds: float | None = None) -> list[float]:
     """Seconds of each slice of a short computation, always the same: a product of two matrices.
 
     On a GPU the kernel alone is timed, on a CPU the call. Draws no random numbers.
+
+    Args:
+        device: this rank's.
+        seconds: how long to compute; ``None``: as at the start of a run.
     """
     size = _size(device)
     matrix = torch.full((size, size), 0.5, dtype=torch.float32, device=device)
     product = torch.empty_like(matrix)
     found: list[float] = []
-    deadline = time.perf_counter() + _SLICES_SECONDS
+    most = _MOST_SLICES if seconds is None else math.inf
+    seconds = _SLICES_SECONDS if seconds is None else seconds
+    deadline = time.perf_counter() + seconds
     with torch.no_grad():
         torch.mm(matrix, matrix, out=product)  # the first one loads libraries
-        while len(found) < _FEWEST_SLICES or (
-            len(found) < _MOST_SLICES and time.perf_counter() < deadline
-        ):
+        while len(found) < _FEWEST_SLICES or (len(found) < most and time.perf_counter() < deadline):
             begun = record_event(device, is_timed=True)
             torch.mm(matrix, matrix, out=product)
             ended = record_event(device, is_timed=True)
@@ -230,7 +235,7 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> ProbeResult:
                 free_bytes=max(free_bytes, 1) if memory_bytes else 0,
             )
         )
-    seconds = tuple(each.best_seconds for each in found)
+    seconds = tuple(each.median_seconds for each in found)
     return ProbeResult(_cluster(tuple(devices), links), tuple(rates), seconds, notes)
 
 

@@ -7,17 +7,19 @@ first steps (NUDT: the first samples are used for training and for the profile a
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.devices.streams import Event
+from lightning_pipeshift.devices.streams import Event, is_asynchronous
 from lightning_pipeshift.model.execution.measure import Figures
-from lightning_pipeshift.model.execution.timing import Samples, Timer
+from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
@@ -28,6 +30,7 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
+from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
 from lightning_pipeshift.runtime.planning.update_memory import UpdateMemory
 
 T = TypeVar("T")
@@ -37,7 +40,10 @@ _WARM_UP_STEPS: Final = 3
 made."""
 
 _MEASURED_MICROBATCHES: Final = 2
-"""Approximate number of measured microbatches in a step."""
+"""Approximate number of measured microbatches in a step, on a GPU."""
+
+_MOST_STEPS: Final = 512
+"""Of so many steps the times are kept."""
 
 _USUAL_COPIES: Final = 2
 """State values for each element of a parameter, if the optimizer is not known yet: Adam's."""
@@ -60,6 +66,7 @@ class Profiler:
     def __init__(self, device: torch.device, links: LinkMeter) -> None:
         self.links = links
         self.timer = Timer(device)
+        self._is_asynchronous = is_asynchronous(device)
         self.observer = Observer()
         self.num_steps = 0
         self.held_bytes = 0
@@ -71,13 +78,29 @@ class Profiler:
         """The rank's memory for saved tensors, if they have a budget."""
         self._guesses: dict[int, Figures] = {}
         self._of_others: Mapping[int, int] = {}
+        # The layers that this rank has owned last, their times, and those of all layers that it
+        # owned before some of them were taken from it.
+        self._own: frozenset[int] = frozenset()
+        self._times_before: dict[int, Times] = {}
+        self._work_before: list[float] = []
         self._earlier: dict[int, Times] = {}
-        self._steps = Samples()
+        # These times as they were before this rank's layers changed.
+        self._held_before: dict[int, Times] = {}
+        self.is_undone = False
+        """Whether the next change of the plan undoes the one before it."""
+        # Of each step under this plan: its seconds, and the work of a timed microbatch.
+        self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._work: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._num_timed, self._num_timed_in_window = 1, 0
         self._begun: float | None = None
         # As the device sees it: the host may wait for the device between two steps.
         self._ended: Event | None = None
         self.is_over = False
         """Whether no more measurements are needed."""
+        self.num_measured = 0
+        """The number of steps that were measured in this window."""
+        self.pause_seconds = 0.0
+        """About how long this rank's pauses were, when layers were taken from it."""
 
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
         """Takes the estimates that a stopwatch made before training."""
@@ -85,8 +108,12 @@ class Profiler:
 
     def timers(self, num_microbatches: int) -> dict[int, Timer]:
         """The timer of each microbatch to measure in a step: a few, different ones in each step."""
-        stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
+        stride = 1
+        if self._is_asynchronous:
+            # On a CPU a reading of the clock costs next to nothing, and a pause may be anywhere.
+            stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
         measured = range(self.num_steps % stride, num_microbatches, stride)
+        self._num_timed = len(measured)
         return dict.fromkeys(measured, self.timer)
 
     # --- step by step ---
@@ -98,7 +125,8 @@ class Profiler:
         now = time.perf_counter()
         if self._ended is not None and self._begun is not None:
             self.timer.add(_OUTSIDE, -1, self._ended, self.timer.now())
-            self._steps.add(now - self._begun)
+            self._steps.append(now - self._begun)
+            self.num_measured += 1
         self._begun = now
 
     def end_step(self) -> None:
@@ -106,7 +134,8 @@ class Profiler:
         if self.is_over:
             return
         self._ended = self.timer.now()
-        self.timer.read()
+        self._work.append(self.timer.read() / self._num_timed)
+        self._num_timed_in_window += self._num_timed
         self.num_steps += 1
         if self.num_steps == _WARM_UP_STEPS:
             self.begin_anew()
@@ -119,6 +148,8 @@ class Profiler:
         """
         self.is_over = for_good
         self.next_window()
+        self._steps.clear()
+        self._work.clear()
         self._begun = self._ended = None
 
     def next_window(self) -> None:
@@ -126,17 +157,17 @@ class Profiler:
         self.timer.forget()
         self.links.begin()
         self._waited_before = self.waited_seconds()
-        self._steps = Samples()
+        self.num_measured, self._num_timed_in_window = 0, 0
 
-    @property
-    def step_seconds(self) -> float | None:
-        """The median time from the start of one step to the start of the next."""
-        return self._steps.quantile(0.5) if len(self._steps) else None
+    def took(self, fewest: int) -> Estimate:
+        """The seconds from the start of one step to the start of the next, over the steps by which
+        this rank's work is measured.
 
-    @property
-    def num_measured(self) -> int:
-        """The number of measured steps."""
-        return len(self._steps)
+        Args:
+            fewest: over how many of the latest steps at least, of which one is measured.
+        """
+        work = recent(list(self._work), fewest)
+        return recent(list(self._steps)[-work.num_steps :], fewest)
 
     # --- results ---
 
@@ -146,17 +177,22 @@ class Profiler:
         gates: Sequence[Gate],
         optimizers: Iterable[Optimizer],
         is_last: bool = False,
+        fewest: int = 1,
     ) -> RankFigures:
-        """Returns the measurements of this rank: for each quantity, the median of its measurements.
+        """Returns the measurements of this rank. How the layers' times compare is said by their
+        medians; what they take together, by the mean over whole steps, with all pauses.
 
         Args:
             layers: those that its stage owns.
             gates: of all layers.
             optimizers: those with state for these layers.
             is_last: whether it is the last stage of its virtual machine.
+            fewest: over how many steps at least.
         """
-        times = self._times(layers, 0.5)
-        earlier, self._earlier = self._earlier, times or self._earlier
+        layers = frozenset(layers)
+        stretch, error = self._stretch(fewest)
+        times = self._times(layers, stretch)
+        self._hold(layers, times)
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self._guesses.items()
@@ -173,9 +209,10 @@ class Profiler:
         return RankFigures(
             guesses=guesses,
             times=times,
-            earlier=earlier,
-            extra=self._extra(times.values(), 0.5),
-            outside_seconds=self.timer.quantile(_OUTSIDE),
+            earlier=self._earlier,
+            error=error,
+            extra=self._extra(times.values(), stretch),
+            outside_seconds=self.timer.median(_OUTSIDE),
             saved_bytes={
                 layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
             },
@@ -230,39 +267,48 @@ class Profiler:
         """Takes what other ranks have measured of layers that may come to this one."""
         self._of_others = of_others
 
-    def at_level(self, figures: RankFigures, level: float) -> RankFigures:
-        """The same with low or high quantiles instead of medians.
+    def _stretch(self, fewest: int) -> tuple[float, float]:
+        """How many times as long as by the medians the work takes; and its relative error."""
+        typical = self.timer.typical_seconds / max(1, self._num_timed_in_window)
+        work = recent(list(self._work), fewest) if self._work else Estimate(0.0)
+        if not typical or not work.mean:
+            return 1.0, 0.0
+        return work.mean / typical, work.error / work.mean
 
-        Args:
-            figures: the result of :meth:`figures`, just computed.
-            level: the quantile, 0 to 1.
+    def _hold(self, own: frozenset[int], times: dict[int, Times]) -> None:
+        """Keeps the times that this rank had before layers were taken from it: with less to do, a
+        device with a CPU quota looks as fast as one without. They hold until it gets layers again.
         """
-        times = self._times(figures.times, level)
-        return replace(
-            figures,
-            times=times,
-            extra=self._extra(times.values(), level),
-            outside_seconds=self.timer.quantile(_OUTSIDE, level=level),
-        )
+        if own != self._own:
+            held, self._earlier = self._earlier, {}
+            if self.is_undone:
+                self._earlier = self._held_before
+            elif own < self._own:
+                self._earlier = self._times_before
+                ordered = sorted(self._work_before)
+                self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
+            self._held_before, self.is_undone = held, False
+        if times:
+            self._times_before = times
+            self._work_before = [self._num_timed * seconds for seconds in self._work]
+        self._own = own
 
-    def _times(self, layers: Iterable[int], level: float) -> dict[int, Times]:
+    def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:
         times = {}
         for layer in layers:
-            forward, backward = (
-                self.timer.quantile(what, layer, level) for what in ("forward", "backward")
-            )
+            forward, backward = (self.timer.median(what, layer) for what in ("forward", "backward"))
             if forward is not None:
-                times[layer] = (forward, backward or 0.0)
+                times[layer] = (stretch * forward, stretch * (backward or 0.0))
         return times
 
-    def _extra(self, times: Iterable[Times], level: float) -> Times | None:
+    def _extra(self, times: Iterable[Times], stretch: float) -> Times | None:
         own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
         found = []
         for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
-            seconds = [self.timer.quantile(kind.name, level=level) for kind in kinds]
+            seconds = [self.timer.median(kind.name) for kind in kinds]
             if seconds[1] is None:
                 return None
-            taken = sum(filter(None, seconds))
+            taken = stretch * sum(filter(None, seconds))
             found.append(max(0.0, taken - layers))
         return found[0], found[1]
 

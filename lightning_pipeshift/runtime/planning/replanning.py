@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -41,6 +42,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.decisions import Decisions
+from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.memory_trial import NUM_STEPS, MemoryTrial, Verdict
 from lightning_pipeshift.runtime.planning.move_decision import (
@@ -53,17 +55,15 @@ from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
-
-_EXTREMES: Final = (0.1, 0.9)
-"""The quantiles between which nearly all measurements of a quantity lie."""
+from lightning_pipeshift.timeline.outcomes import UNDONE
 
 _SURE_GAIN: Final = 0.2
 """By which fraction a step has to get shorter for another order of the ranks, as long as devices
 have been measured for a moment only: equal ones may look so different then.
 """
 
-_DRAINED_WINDOWS: Final = 4
-"""After so many windows without layers a stage is measured again."""
+_SLOWER: Final = 1.1
+"""A rank that was so many times as slow before layers were taken from it may be fast again."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ class _Coming:
     Args:
         plan: the one in force.
         steps: how many were measured.
-        took: the seconds of one.
-        mine: the measurements: the usual ones, and the extremes.
+        took: the seconds of one, by this rank's clock.
+        mine: the measurements.
         carried: what the rank has sent to other stages meanwhile.
         is_trial: whether they are for the memory plan only.
         age: how many steps old they are.
@@ -83,8 +83,8 @@ class _Coming:
 
     plan: Plan
     steps: int
-    took: float
-    mine: list[RankFigures]
+    took: Estimate
+    mine: RankFigures
     carried: tuple[Carried, ...]
     is_trial: bool = False
     age: int = 0
@@ -139,10 +139,10 @@ class Replanning:
             and settings.recompute == "auto"
             and not settings.only_measures
         )
-        # Seconds of a slice of the probe on this rank, and the number of windows since it has had
-        # layers.
+        # Seconds of a slice of the probe on this rank at the start; and how many times as long it
+        # took when the rank was probed, since layers were taken from it.
         self._slice_seconds: float | None = None
-        self._num_drained = 0
+        self._probe_times = ProbeTimes()
         self._slowdown: float | None = None
         # Whether the first rank is making a decision.
         self._is_deciding = False
@@ -482,18 +482,13 @@ class Replanning:
         is_due = self.measures and steps and self.profiler.num_measured >= steps
         if not is_due or self._is_deciding or self._coming is not None:
             return
-        goes_on = self._settings.watch is not None
-        if self.decisions.awaits_gain:
-            self.decisions.measured(self.profiler.step_seconds)
-            self.profiler.begin_anew(for_good=not goes_on)
-            return
         own = list(own)
-        is_last = self._replicas.is_last_stage
-        middle = self._without_layers(own, self.profiler.figures(own, gates, optimizers, is_last))
-        mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
+        took = self.profiler.took(steps)
+        figures = self.profiler.figures(
+            own, gates, optimizers, self._replicas.is_last_stage, fewest=steps
+        )
+        mine = self._probed(own, figures, took)
         self._is_deciding = not self._settings.only_measures
-        took = self.profiler.step_seconds
-        assert took is not None
         carried = self.profiler.links.since()
         self._coming = _Coming(plan, steps, took, mine, carried, is_trial)
         if lag:
@@ -503,16 +498,25 @@ class Replanning:
         if self._is_deciding:
             self.profiler.next_window()
 
-    def _without_layers(self, own: Sequence[int], figures: RankFigures) -> RankFigures:
-        """The figures of this rank. Those of a stage that was drained are measured again now and
-        then, by the probe's short computation: what they were when it had layers may be over.
+    def _probed(self, own: Sequence[int], figures: RankFigures, took: Estimate) -> RankFigures:
+        """The figures of this rank. If it counts as slow since layers were taken from it, and does
+        not look slow now, it is probed now and then.
         """
-        if own or self._slice_seconds is None:
-            self._num_drained, self._slowdown = 0, None
-            return figures
-        self._num_drained += 1
-        if self._num_drained % _DRAINED_WINDOWS == 0:
-            self._slowdown = max(min(time_slices(self._device)), 1e-9) / self._slice_seconds
+        before, now = (
+            sum(sum(times[layer]) for layer in own if layer in times)
+            for times in (figures.earlier, figures.times)
+        )
+        is_held = bool(figures.earlier) or not own
+        if not is_held:
+            self._slowdown = None
+        elif before and before < _SLOWER * now:
+            return figures  # it looks slow as before
+        seconds = self._probe_times.seconds(
+            is_held, self.profiler.pause_seconds, self._window * took.mean
+        )
+        if seconds and self._slice_seconds:
+            slices = time_slices(self._device, seconds)
+            self._slowdown = max(fmean(slices), 1e-9) / self._slice_seconds
         if self._slowdown is None:
             return figures
         return replace(figures, earlier={}, slowdown=self._slowdown)
@@ -532,31 +536,33 @@ class Replanning:
         is_first, is_over = self._replicas.rank == 0, coming.age > lag
         found_by_rank = None
         if is_over if is_first else not coming.is_sent:
-            found_by_rank = gather_figures((coming.mine, coming.carried), self._replicas)
+            mine = coming.mine, coming.took, coming.carried
+            found_by_rank = gather_figures(mine, self._replicas)
             coming.is_sent = True
         if is_over:
             self._coming = None
             self.is_measured |= not is_first and not coming.is_trial
         if found_by_rank is None:
             return
-        figures, carried = zip(*found_by_rank, strict=True)
+        figures, all_took, carried = zip(*found_by_rank, strict=True)
+        # Steps before a change of any rank do not count; and a step ends when its last rank does.
+        took = min(all_took, key=lambda each: (each.num_steps, -each.mean))
         if coming.is_trial:
-            own = self._learned([each[0].without_moves for each in figures])
-            judge = partial(self._judge, coming.plan, coming.took, own)
+            own = self._learned([each.without_moves for each in figures])
+            judge = partial(self._judge, coming.plan, took.mean, own)
             self._decision = self._threads.submit(judge), coming.plan
             return
         num_messages = coming.steps * coming.plan.microbatches
         self._cluster, links = measured_links(self._cluster, carried, num_messages)
-        usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
-        self.measured = usual.compared(coming.plan, coming.took)
-        self._cluster = usual.cluster
+        learned = self._learned(figures)
+        self.measured = learned.compared(coming.plan, took.mean)
+        self._cluster = learned.cluster
         # Another thread may ask for the measurements as soon as it is said that there are some.
         self.is_measured = True
         if self._is_deciding:
             # Planning takes longer than a small step.
-            window = Window(
-                coming.steps, coming.took, self.measured, extremes, self.steps_left, links
-            )
+            errors = [each.error for each in figures]
+            window = Window(coming.steps, took, self.measured, errors, self.steps_left, links)
             decide = partial(self._decider.decide, coming.plan, window)
             self._decision = self._threads.submit(decide), coming.plan
 
@@ -613,6 +619,7 @@ class Replanning:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding = False
         self.profiler.take_working_bytes(found.working_bytes)
+        self.profiler.is_undone = found.judged is not None and found.judged.verdict == UNDONE
         self.decisions.accept(found)
         if found.verdict is not None:
             self._trial.take(found.verdict, Plan.from_json(found.plan))
@@ -620,5 +627,5 @@ class Replanning:
                 self._decider.recompute_everything()
             if not found.is_new:
                 return
-        if found.is_new or self._settings.watch is None:
+        if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)

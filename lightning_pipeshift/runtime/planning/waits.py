@@ -44,7 +44,7 @@ class Wait:
     def __str__(self) -> str:
         names = {
             "link": "the link between ranks {} and {}",
-            "stage": "rank {}, which is slower than the other stages",
+            "stage": "rank {}, whose layers take longer than those of other stages",
             "host": "tensors that rank {} has swapped out",
         }
         return f"{seconds_text(self.seconds)} for {names[self.what].format(*self.ranks)}"

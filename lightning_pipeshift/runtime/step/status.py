@@ -15,7 +15,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     status: dict[str, Any] = {
         "step": pipeline.num_steps_done,
         "step_seconds": pipeline.step_seconds,
-        "decisions": [each.entries for each in pipeline.planning.decisions.outcomes],
+        "decisions": [each.entries for each in pipeline.planning.decisions.changes],
         "virtual_machines": [],
         "waits": [],
     }
@@ -27,6 +27,9 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     if measured is not None:
         status["waits"] = [str(wait) for wait in waits_of(plan, measured)]
     expected = measured.prediction(plan) if measured is not None else None
+    fastest: dict[str, float] = {}
+    for each in measured.cluster.devices if measured is not None else ():
+        fastest[each.kind] = max(each.speed, fastest.get(each.kind, 0.0))
     for vm, ranks in enumerate(plan.ranks):
         payloads = plan.stage_payload_bytes(vm)
         stages = []
@@ -41,6 +44,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
                     "kind": device.kind,
                     "forward_seconds": forward,
                     "backward_seconds": backward,
+                    "delivers": device.speed / fastest[device.kind],
                     "busy": plan.microbatches * (forward + backward) / expected.step_seconds,
                 }
                 if stage + 1 < len(ranks):

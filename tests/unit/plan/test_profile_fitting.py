@@ -97,6 +97,24 @@ def test_a_stage_without_layers_that_is_measured_again(slowdown, speed):
     assert [device.speed for device in machines.devices] == [1.0, 1.0, speed]
 
 
+@pytest.mark.parametrize(
+    ("evidence", "speed"),
+    [
+        # It looks as fast as the others now: with half its layers it is within its quota.
+        ({"earlier": slower(2, EQUAL)}, 0.5),
+        ({"earlier": slower(2, EQUAL), "times": times(a=(5.0, 10.0))}, 0.2),
+        ({"slowdown": 1.0}, 1.0),
+        ({"slowdown": 2.0}, 0.5),
+        ({}, 1.0),
+    ],
+)
+def test_a_stage_that_gave_layers_away_is_as_slow_as_the_evidence_says(evidence, speed):
+    others = RankFigures(guesses=EQUAL, times=EQUAL)
+    held = RankFigures(guesses=EQUAL, **{"times": times(a=(1.0, 2.0)), **evidence})
+    _, machines = found("XXX", others, others, held)
+    assert [device.speed for device in machines.devices] == pytest.approx([1.0, 1.0, speed])
+
+
 def test_what_an_action_takes_besides_layers():
     common = {"guesses": EQUAL, "times": EQUAL}
     figures = [

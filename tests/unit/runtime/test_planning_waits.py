@@ -71,4 +71,4 @@ def test_the_status_shows_them() -> None:
         "virtual_machines": [],
         "waits": [str(each) for each in waits(speed=0.5)],
     }
-    assert "for rank 0, which is slower than the other stages" in shown(status, True)
+    assert "for rank 0, whose layers take longer than those of other stages" in shown(status, True)

@@ -94,9 +94,9 @@ def time_a_layer() -> tuple[float | None, float | None]:
     begin = timer.now()
     output.sum().backward()
     timer.end_backward(begin)
-    while timer.quantile("forward", 0) is None or timer.quantile("backward", 0) is None:
+    while timer.median("forward", 0) is None or timer.median("backward", 0) is None:
         timer.read()
-    return timer.quantile("forward", 0), timer.quantile("backward", 0)
+    return timer.median("forward", 0), timer.median("backward", 0)
 
 
 def test_times_are_read_when_the_device_has_reached_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""What a device delivers: the time that its work takes, with all pauses in it.
+
+A CPU quota, a stopped virtual machine or another job does not make every layer slower: it stops the
+process for some milliseconds now and then. Medians of layers' times do not contain these pauses, so
+a device counts by the mean over whole steps. One long pause may be an accident: the largest value
+counts only as much as the second largest (a winsorised mean, Tukey 1962).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Final, NamedTuple
+
+_COMPATIBLE: Final = 4.0
+"""Means that differ by at most so many standard errors may be of the same circumstances."""
+
+_BATCHES: Final = 10
+"""The number of consecutive parts of the steps whose means say how sure the mean of all is."""
+
+_PROBED_AFTER: Final = 4
+"""The number of windows after which a rank without layers is probed, at first."""
+
+_PROBED_PART: Final = 0.05
+"""The part of the time that probes may take."""
+
+_PAUSES: Final = 6
+_LEAST_SECONDS: Final = 0.3
+_MOST_SECONDS: Final = 3.0
+"""A probe takes so many pauses, and between so many seconds: three periods of a container's quota
+at least.
+"""
+
+
+class Estimate(NamedTuple):
+    """A mean of the latest steps.
+
+    Args:
+        mean: of the steps' values.
+        error: its standard error.
+        num_steps: how many steps it is the mean of.
+    """
+
+    mean: float
+    error: float = 0.0
+    num_steps: int = 1
+
+
+def recent(values: Sequence[float], fewest: int) -> Estimate:
+    """The mean of as many of the latest steps as seem to be of the same circumstances.
+
+    Pauses of half a second are rarer than short steps: only many steps say how much a device loses
+    by them. Steps before a change say nothing. So the number of steps doubles as long as the older
+    half agrees with the newer one.
+
+    Args:
+        values: one for each step, the latest last; at least one.
+        fewest: the number of steps to start with.
+    """
+    count = min(max(fewest, 1), len(values))
+    newer = _estimate(values[-count:])
+    while 2 * count <= len(values):
+        older = _estimate(values[-2 * count : -count])
+        doubt = math.hypot(older.error, newer.error)
+        # Steps of a simulated clock may be equal but for rounding.
+        if abs(older.mean - newer.mean) > _COMPATIBLE * doubt + 1e-6 * newer.mean:
+            break
+        count *= 2
+        newer = _estimate(values[-count:])
+    return newer
+
+
+def _estimate(values: Sequence[float]) -> Estimate:
+    """The error is that of the means of consecutive steps (batch means, Conway 1963): regular
+    pauses are in all of them alike, and a disturbance that lasts for some steps is in one.
+    """
+    most = sorted(values)[-2:][0]
+    capped = [min(value, most) if len(values) > 2 else value for value in values]
+    size = -(-len(capped) // _BATCHES)
+    means = [fmean(capped[at : at + size]) for at in range(0, len(capped), size)]
+    error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
+    return Estimate(fmean(capped), error, len(capped))
+
+
+class ProbeTimes:
+    """When a rank that gave layers away, as it was slow, is probed. With less to do, or nothing,
+    its own layers do not show how fast it is. If it gets layers by that and loses them again soon,
+    it waits twice as long.
+    """
+
+    def __init__(self) -> None:
+        self._after = _PROBED_AFTER
+        self._next = 0
+        self._num_held = 0
+        self._num_free: float = math.inf
+
+    def seconds(self, is_held: bool, pause_seconds: float, window_seconds: float) -> float:
+        """How long to probe now; 0 if it is not time to. Called once in each window of steps.
+
+        Args:
+            is_held: whether the rank counts as slow since layers were taken from it.
+            pause_seconds: about how long its pauses were: several have to be in a probe.
+            window_seconds: how long a window takes.
+        """
+        if not is_held:
+            self._num_held, self._num_free = 0, self._num_free + 1
+            return 0.0
+        if not self._num_held:
+            self._after *= 2 if self._num_free <= 2 * self._after else 1
+            self._next = self._after
+        self._num_held, self._num_free = self._num_held + 1, 0
+        most = min(_PROBED_PART * self._num_held * window_seconds, _MOST_SECONDS)
+        if self._num_held < self._next or most < _LEAST_SECONDS:
+            return 0.0
+        self._next = self._num_held + self._after
+        return min(max(_PAUSES * pause_seconds, _LEAST_SECONDS), most)

@@ -1,0 +1,123 @@
+"""What a device delivers is found however its pauses lie; by a simulated clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from lightning_pipeshift.runtime.planning.delivered import ProbeTimes, recent
+
+PATIENCE = 10
+LAYERS, MICROBATCHES = 4, 4
+
+
+class Paused:
+    """A process that runs for some time, and is stopped for some time, in turn.
+
+    Args:
+        pause: seconds.
+        stopped: the part of the time in which it is stopped.
+        begins: how long it has run when the first step begins, as a part of a period.
+    """
+
+    def __init__(self, pause: float, stopped: float, begins: float) -> None:
+        self.pause = pause
+        self.runs = pause * (1 - stopped) / stopped
+        self._has_run = begins * self.runs
+
+    def work(self, seconds: float) -> float:
+        """The time that some work takes, with the pauses in it."""
+        stops, self._has_run = divmod(self._has_run + seconds, self.runs)
+        return seconds + stops * self.pause
+
+    def step(self, layer: float) -> float:
+        """The work of a step: the sum of its layers' calls, a forward and a backward each."""
+        calls = [layer] * LAYERS + [2 * layer] * LAYERS
+        return sum(self.work(call) for _ in range(MICROBATCHES) for call in calls)
+
+
+def steps_for(periods: int, pause: Paused, layer: float) -> int:
+    """After how many steps the process has been stopped so often."""
+    return math.ceil(periods * pause.runs / (3 * layer * LAYERS * MICROBATCHES))
+
+
+@pytest.mark.parametrize("layer", [0.001, 0.002, 0.005, 0.010, 0.020, 0.050])
+def test_the_delivered_speed_is_within_a_tenth_after_20_pauses(layer: float) -> None:
+    """And after 20 steps at least: pauses of 500 ms are rarer than steps of 48 ms."""
+    for pause, stopped, begins in product(
+        (0.005, 0.010, 0.050, 0.100, 0.500), (0.25, 0.5, 0.75), (0.0, 0.3, 0.9)
+    ):
+        process = Paused(pause, stopped, begins)
+        num_steps = max(2 * PATIENCE, steps_for(20, process, layer))
+        found = recent([process.step(layer) for _ in range(num_steps)], PATIENCE)
+        speed = 3 * layer * LAYERS * MICROBATCHES / found.mean
+        assert speed == pytest.approx(1 - stopped, rel=0.1), (pause, stopped, begins)
+
+
+def noisy(mean: float, count: int, seed: int = 1) -> Iterator[float]:
+    draw = random.Random(seed)
+    return (mean * draw.uniform(0.95, 1.05) for _ in range(count))
+
+
+def test_one_long_pause_is_an_accident_and_two_are_not() -> None:
+    steps = [*noisy(1.0, 30)]
+    steps[25] = 60.0
+    assert recent(steps, PATIENCE).mean == pytest.approx(1.0, rel=0.03)
+    steps[22] = 60.0
+    assert recent(steps, PATIENCE).mean > 3
+
+
+def test_steps_before_a_change_do_not_count() -> None:
+    slower = [*noisy(1.0, 200), *noisy(1.5, PATIENCE, seed=2)]
+    found = recent(slower, PATIENCE)
+    assert found.mean == pytest.approx(1.5, rel=0.03)
+    assert found.num_steps == PATIENCE
+    same = recent([*noisy(1.0, 210)], PATIENCE)
+    assert same.num_steps > 100
+    assert same.error < found.error / 2
+
+
+def test_the_error_says_how_much_is_open() -> None:
+    rare = [1.0] * 100
+    for step in range(9, 100, 20):
+        rare[step] = 11.0
+    found = recent(rare, 100)
+    assert found.mean == 1.5
+    assert found.error == pytest.approx(1 / 6), "one pause in every other tenth of the steps"
+    regular = [1.0, 1.0, 1.0, 1.0, 6.0] * 20
+    assert recent(regular, 100)[:2] == (2.0, 0.0), "each tenth has two"
+    assert recent([2.0], PATIENCE) == (2.0, 0.0, 1)
+
+
+def due(times: ProbeTimes, is_held: bool, count: int, window_seconds: float = 10.0) -> list[int]:
+    return [n for n in range(1, count + 1) if times.seconds(is_held, 0.0, window_seconds)]
+
+
+def test_after_a_failed_return_the_next_probe_waits_twice_as_long() -> None:
+    times = ProbeTimes()
+    assert due(times, False, 20) == []
+    assert due(times, True, 8) == [4, 8]
+    for after in (8, 16, 32):
+        assert due(times, False, 3) == []
+        assert due(times, True, after) == [after]
+    # It has kept its layers for long: what made it slow then may be over.
+    assert due(times, False, 100) == []
+    assert due(times, True, 64) == [32, 64]
+
+
+def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
+    assert due(ProbeTimes(), True, 18, window_seconds=1.0) == [6, 10, 14, 18]
+
+    def first(pause_seconds: float, window_seconds: float) -> float:
+        times = ProbeTimes()
+        found = (times.seconds(True, pause_seconds, window_seconds) for _ in range(20))
+        return next(filter(None, found))
+
+    assert first(0.0, 100.0) == 0.3, "three periods of Docker's quota"
+    assert first(0.1, 100.0) == pytest.approx(0.6)
+    assert first(0.1, 2.0) == pytest.approx(0.4), "a twentieth of four windows"
+    assert first(60.0, 100.0) == 3.0
