@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
 from lightning_pipeshift.runtime.offload import stage_memory
+from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.profiling import Profiler
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_memory_compression import SAMPLES, WIDTH, Trains
@@ -36,7 +37,7 @@ class Follows(L.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.plans.append(trainer.strategy.plan)
 
-    def took(self, profiler: Profiler) -> float:
+    def took(self) -> float:
         """The seconds of a step under the plan in force."""
         return self._seconds[recomputes(self.plans[-1])]
 
@@ -69,7 +70,7 @@ def train(budget: float | None, moving: float, recomputing: float, **how: Any) -
     with (
         mock.patch.object(stage_memory.StageMemory, "_bandwidth", return_value=1e15),
         mock.patch.object(stage_memory, "copy_costs", return_value=(0.0, 0.0)),
-        mock.patch.object(Profiler, "step_seconds", property(follows.took)),
+        mock.patch.object(Profiler, "took", side_effect=lambda _: Estimate(follows.took())),
     ):
         trainer = quiet_trainer(
             {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},

@@ -44,8 +44,9 @@ class Model(L.LightningModule):
         )
         if kind == "tied":
             # On the first stage and on the last one.
-            first, *_, last, _ = self.net
-            last[0].weight = first[0].weight
+            modules: list[Any] = list(self.net.modules())
+            layers = [module for module in modules if isinstance(module, nn.Linear)]
+            layers[2].weight = layers[0].weight
         if kind == "metric":
             self.accuracy = MulticlassAccuracy(NUM_CLASSES, validate_args=False)
 
