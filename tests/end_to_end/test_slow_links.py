@@ -105,9 +105,10 @@ def train(at: int, until: int) -> dict[str, Any]:
 
 
 def test_layers_move_when_the_link_slows_down_and_back_when_it_recovers() -> None:
-    ranks = run_ranks(train, 2, 12, 25)
+    # One slow step among three would be an accident: whole windows are slow.
+    ranks = run_ranks(train, 2, 10, 25)
     counts = ranks[0]["counts"]
-    assert set(counts[:12]) == {(4, 4)}, "the cut is even, as long as the link is fast"
+    assert set(counts[:10]) == {(4, 4)}, "the cut is even, as long as the link is fast"
     assert counts[24] == (8, 0), "nothing but the result crosses the link"
     assert counts[-1] == (6, 2), "both have work again, and the waist crosses the link"
     line, back = (line for line in ranks[0]["heard"] if "steps have been measured" in line)
