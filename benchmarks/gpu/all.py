@@ -48,7 +48,7 @@ from benchmarks.gpu.cases import Case, Compared, nccl, train
 from benchmarks.gpu.one_rank import MODELS, compared_with_plain, held_and_allocated
 from benchmarks.gpu.profile import processor_share, profiled
 from benchmarks.gpu.rehearsal import NAME, VARIABLE
-from benchmarks.gpu.running import REAL, REHEARSED, SLOTS, Findings, Run, text_of
+from benchmarks.gpu.running import SLOTS, Findings, Run, sizes, text_of
 from benchmarks.measuring import arguments, machine, print_table, save
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
@@ -58,7 +58,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 _LIMIT_SECONDS = 540.0
 _ENDS_WITHIN_SECONDS = 30.0
-_TEST_WORKERS = 4
 
 
 def about_machine(run: Run) -> None:
@@ -101,9 +100,9 @@ def marked_tests(run: Run) -> None:
         for path in sorted((ROOT / "tests").glob("**/test_*.py"))
         if "mark.cuda" in path.read_text()
     ]
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-n", str(_TEST_WORKERS)]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-n", str(run.sizes.test_workers)]
     words += ["-p", "no:cacheprovider", "--maxfail=20", *files]
-    with SLOTS.taken(2 * _TEST_WORKERS), tempfile.TemporaryFile("w+") as output:
+    with SLOTS.taken(2 * run.sizes.test_workers), tempfile.TemporaryFile("w+") as output:
         # In a group of its own, which ends with it.
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -202,7 +201,9 @@ def _raising(run: Run, case: Case) -> Findings:
 def profile(run: Run) -> None:
     """How busy the GPU is, and what the processor adds."""
     run.add({"busy": run.ranks(profiled, 1, *run.sizes.tower)[0]})
-    run.add({"processor": run.ranks(processor_share, 1, run.sizes.small_steps)[0]})
+    run.add(
+        {"processor": run.ranks(processor_share, 1, run.sizes.tower[0], run.sizes.small_steps)[0]}
+    )
 
 
 def memory(run: Run) -> None:
@@ -278,7 +279,6 @@ class Script:
         self.found: dict[str, Findings] = {}
         self.device = NAME if is_rehearsal else torch.cuda.get_device_name()
         self._path = path
-        self._sizes = REHEARSED if is_rehearsal else REAL
         self._ends_at = time.monotonic() + limit_seconds
         self._changing = threading.Lock()
 
@@ -295,12 +295,12 @@ class Script:
 
     def _run(self, name: str) -> None:
         part, begin = PARTS[name], time.monotonic()
-        ends_at = min(self._ends_at, begin + part.limit_seconds)
+        ends_at = min(self._ends_at, begin + sizes().patience * part.limit_seconds)
         with tempfile.TemporaryDirectory() as scratch:
             # Timelines are kept beside the results.
             folder = Path(scratch) if self._path is None else self._path.with_suffix("")
             found = self.found[name]
-            run = Run(self._sizes, ends_at, folder, self._save, found, self._changing)
+            run = Run(ends_at, folder, self._save, found, self._changing)
             print(f"::: {name}", flush=True)
             try:
                 part.run(run)

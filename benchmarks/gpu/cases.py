@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gpu.rehearsal import VARIABLE
-from benchmarks.gpu.running import Run
+from benchmarks.gpu.running import Run, sizes
 from lightning_pipeshift import (
     LayerMigration,
     MemoryCompression,
@@ -38,8 +38,7 @@ from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.features_models import QUIET, OverflowingOnOneStage
 from tests.models import points
 
-VOCABULARY, WIDTH, LENGTH, BATCH_SIZE, NUM_BLOCKS = 64, 32, 12, 8, 4
-NUM_BATCHES, NUM_EPOCHS = 4, 2
+VOCABULARY, WIDTH, LENGTH, BATCH_SIZE = 64, 32, 12, 8
 
 POLICIES: dict[str, Callable[[], Any]] = {
     "swap": lambda: SwapAll(min_bytes=1),
@@ -68,7 +67,7 @@ class Decoder(L.LightningModule):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, norm_first=True)
-            for _ in range(NUM_BLOCKS)
+            for _ in range(sizes().decoder[0])
         )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -117,6 +116,7 @@ class Case:
         resumes: whether a new Trainer goes on from a checkpoint, between epochs.
         overflows: with float16, behind which layer of another model (1 or 2) a gradient overflows
             in the third step; 0: nowhere.
+        least_epochs: how many epochs there are at least.
     """
 
     stages: int = 2
@@ -138,6 +138,7 @@ class Case:
     raises_on: int = -1
     resumes: bool = False
     overflows: int = 0
+    least_epochs: int = 1
 
     @property
     def alone(self) -> Case:
@@ -157,7 +158,14 @@ class Case:
             schedule=self.schedule if is_asynchronous else "1f1b",
             raises_on=-1,
             resumes=False,
+            least_epochs=self.num_epochs,
         )
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs: what happens at a late step, or between epochs, needs two."""
+        late = self.moves or self.resumes
+        return max(self.least_epochs, sizes().decoder[2], 2 if late else 1)
 
     @property
     def world_size(self) -> int:
@@ -225,12 +233,12 @@ def train(case: Case) -> dict[str, Tensor]:
 
     module = _module(case)
     with payloads_over(case.backend, case.shares, rank), _sleeping(case, module):
-        trainer = trainer_to(1 if case.resumes else NUM_EPOCHS)
+        trainer = trainer_to(1 if case.resumes else case.num_epochs)
         trainer.fit(module, _data(case))
         if case.resumes:
             trainer.save_checkpoint("half.ckpt")
             module = _module(case)
-            trainer_to(NUM_EPOCHS).fit(module, _data(case), ckpt_path="half.ckpt")
+            trainer_to(case.num_epochs).fit(module, _data(case), ckpt_path="half.ckpt")
     return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
@@ -249,7 +257,7 @@ def _module(case: Case) -> L.LightningModule:
 
 
 def _data(case: Case) -> DataLoader[Any]:
-    num_batches = NUM_BATCHES * case.virtual_machines
+    num_batches = sizes().decoder[1] * case.virtual_machines
     if not case.overflows:
         return tokens(num_batches)
     loader = points(num_batches)

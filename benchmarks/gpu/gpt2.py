@@ -182,7 +182,8 @@ class _Clock(L.Callback):
         self._turns, self._sizes, self._num_batches = turns, sizes, num_batches
         self._peak_path = peak_path
         self._turn = 0
-        self._events: list[tuple[Any, Any]] = []
+        self._events: list[tuple[Any, Plan | None]] = []
+        self._plan: Plan | None = None
         self._before: Mapping[str, float] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
@@ -190,23 +191,27 @@ class _Clock(L.Callback):
         step, rest = divmod(number, self._num_batches)
         if rest:
             return
-        self._mark(trainer)
+        self._mark()
         if step == self._sizes.gpt2_warmup // 2:
             # Until here, much is measured that takes memory of its own.
             torch.cuda.reset_peak_memory_stats()
         if step == ends_of_turns(self._sizes)[self._turn]:
             self._end_turn(trainer, len(self._events) - 1)
             self._turns.wait(self._turn)
-            self._mark(trainer)
+            self._mark()
             self._before = _figures(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Notes the plan: before the first batch, there is none."""
+        self._plan = _plan(trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         """The last turn ends with the run."""
         self.details = details_of(trainer)
         self._end_turn(trainer, len(self._events))
 
-    def _mark(self, trainer: Any) -> None:
-        self._events.append((record_event(GPU, is_timed=True), _plan(trainer)))
+    def _mark(self) -> None:
+        self._events.append((record_event(GPU, is_timed=True), self._plan))
 
     def _end_turn(self, trainer: Any, num_steps: int) -> None:
         torch.cuda.synchronize()

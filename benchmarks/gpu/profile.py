@@ -20,7 +20,7 @@ from tests.features_models import QUIET
 KERNELS = ProfilerActivity.CUDA
 """What is profiled."""
 
-_NUM_LAYERS, _MICROBATCHES = 24, 4
+_MICROBATCHES = 4
 # The first steps allocate memory and choose kernels.
 _WARMUP = 2
 
@@ -29,15 +29,16 @@ class Tower(L.LightningModule):
     """Layers of one width.
 
     Args:
+        num_layers: how many.
         width: of each.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
         # To draw the weights of all of them would take longer than to train.
         linear = nn.Linear(width, width)
         self.layers = nn.ModuleList(
-            nn.Sequential(copy.deepcopy(linear), nn.GELU()) for _ in range(_NUM_LAYERS)
+            nn.Sequential(copy.deepcopy(linear), nn.GELU()) for _ in range(num_layers)
         )
 
     def training_step(self, batch: Tensor) -> Tensor:
@@ -107,7 +108,9 @@ class _Timed(L.Callback):
         self.kernel_seconds = sum(getattr(e, "self_device_time_total", 0.0) for e in events) / 1e6
 
 
-def _trained(width: int, rows: int, is_pipeline: bool, num_steps: int, num_profiled: int) -> _Timed:
+def _trained(
+    num_layers: int, width: int, rows: int, is_pipeline: bool, num_steps: int, num_profiled: int
+) -> _Timed:
     """Trains once: steps to warm up, steps that are timed, and steps that are profiled."""
     L.seed_everything(5, verbose=False)
     how: dict[str, Any] = {}
@@ -129,21 +132,22 @@ def _trained(width: int, rows: int, is_pipeline: bool, num_steps: int, num_profi
         callbacks=[timed],
         **how,
         **QUIET,  # type: ignore[arg-type]
-    ).fit(Tower(width), DataLoader(Repeated(sample), batch_size=size))
+    ).fit(Tower(num_layers, width), DataLoader(Repeated(sample), batch_size=size))
     return timed
 
 
-def profiled(width: int, rows: int, num_steps: int) -> dict[str, Any]:
+def profiled(num_layers: int, width: int, rows: int, num_steps: int) -> dict[str, Any]:
     """How busy the GPU is in plain Lightning and as a pipeline of one stage.
 
     Args:
-        width: of the layers.
+        num_layers: how many.
+        width: of each.
         rows: of a microbatch: with 2048 of width 4096, one takes an H100 about 10 ms.
         num_steps: how many are timed, and as many are profiled.
     """
     found: dict[str, Any] = {}
     for is_pipeline in (False, True):
-        timed = _trained(width, rows, is_pipeline, num_steps, num_steps)
+        timed = _trained(num_layers, width, rows, is_pipeline, num_steps, num_steps)
         found["pipeline" if is_pipeline else "plain"] = {
             "seconds_of_a_microbatch": median(s for s, _ in timed.seconds) / _MICROBATCHES,
             "seconds_of_kernels_of_a_microbatch": timed.kernel_seconds / num_steps / _MICROBATCHES,
@@ -153,17 +157,17 @@ def profiled(width: int, rows: int, num_steps: int) -> dict[str, Any]:
     return found
 
 
-def processor_share(num_steps: int) -> dict[str, Any]:
+def processor_share(num_layers: int, num_steps: int) -> dict[str, Any]:
     """The processor's time for a microbatch of tiny layers, beyond plain Lightning's: at most 1 ms
     with 24 layers.
     """
     own = {}
     for is_pipeline in (False, True):
-        timed = _trained(32, 8, is_pipeline, num_steps, 0)
+        timed = _trained(num_layers, 32, 8, is_pipeline, num_steps, 0)
         own[is_pipeline] = median(s for _, s in timed.seconds) / _MICROBATCHES
     return {
         "plain_seconds_of_a_microbatch": own[False],
         "seconds_of_a_microbatch": own[True],
         "more_milliseconds": 1e3 * (own[True] - own[False]),
-        "layers": _NUM_LAYERS,
+        "layers": num_layers,
     }

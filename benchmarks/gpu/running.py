@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rehearsal import gpu
+from benchmarks.gpu.rehearsal import VARIABLE, gpu
 from lightning_pipeshift.testing.ranks import Outcome, RanksFailed, run_ranks
 
 Findings = dict[str, Any]
@@ -28,8 +28,11 @@ class Sizes:
     """How large the models are, and how long they train.
 
     Args:
-        tower: width, rows of a microbatch and steps of the models that fill the GPU.
+        patience: time limits are multiplied by this.
+        decoder: blocks, batches of an epoch and epochs of the models whose bits are compared.
+        tower: layers, width, rows of a microbatch and steps of the models that fill the GPU.
         small_steps: of the model whose layers are tiny.
+        test_workers: processes that run the tests marked ``cuda``; 0: none beside pytest itself.
         transformer: blocks, width, length and batch size of the memory benchmark.
         transformer_turns: rounds, and steps of each plan's turn.
         most_blocks: up to how many blocks the largest model that trains is searched for; 0: not.
@@ -40,8 +43,11 @@ class Sizes:
         gpt2_rounds: how often each row has its turn.
     """
 
-    tower: tuple[int, int, int] = (4096, 2048, 6)
+    patience: float = 1.0
+    decoder: tuple[int, int, int] = (4, 4, 2)
+    tower: tuple[int, int, int, int] = (24, 4096, 2048, 6)
     small_steps: int = 30
+    test_workers: int = 4
     transformer: tuple[int, int, int, int] = (24, 2048, 2048, 8)
     transformer_turns: tuple[int, int] = (5, 4)
     most_blocks: int = 0
@@ -54,8 +60,11 @@ class Sizes:
 
 REAL = Sizes()
 REHEARSED = Sizes(
-    tower=(16, 8, 4),
-    small_steps=4,
+    patience=3.0,
+    decoder=(2, 3, 1),
+    tower=(2, 16, 8, 2),
+    small_steps=2,
+    test_workers=0,
     transformer=(2, 64, 8, 2),
     transformer_turns=(1, 1),
     most_blocks=1,
@@ -65,6 +74,11 @@ REHEARSED = Sizes(
     gpt2_steps=2,
     gpt2_rounds=1,
 )
+
+
+def sizes() -> Sizes:
+    """Those of this run."""
+    return REHEARSED if VARIABLE in os.environ else REAL
 
 
 class Slots:
@@ -101,7 +115,6 @@ class Run:
     """One part's run.
 
     Args:
-        sizes: of its models.
         ends_at: when it has to be over, by ``time.monotonic``.
         folder: for files beside the findings.
         save: called when there are new findings.
@@ -111,14 +124,13 @@ class Run:
 
     def __init__(
         self,
-        sizes: Sizes,
         ends_at: float,
         folder: Path,
         save: Callable[[], None],
         found: Findings,
         changing: threading.Lock,
     ) -> None:
-        self.sizes = sizes
+        self.sizes = sizes()
         self.folder = folder
         self._ends_at = ends_at
         self._save = save
@@ -169,7 +181,7 @@ class Run:
         left = self.seconds_left
         if left < 1:
             raise TimeoutError("no time was left")
-        how = {"timeout": min(left, limit), "grace": _GRACE_SECONDS, **how}
+        how = {"timeout": min(left, self.sizes.patience * limit), "grace": _GRACE_SECONDS, **how}
         return run_ranks(on_gpu, world_size, function, *args, **how)
 
     def each(self, names: Iterable[str], run: Callable[[str], Findings]) -> None:
