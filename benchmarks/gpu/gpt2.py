@@ -316,6 +316,7 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
     if row.stages:
         how["strategy"] = PipeShiftStrategy(
             microbatches=MICROBATCHES,
+            profile_steps=sizes.gpt2_profile,
             parallel_devices=[GPU] * row.stages,
             process_group_backend=row.backend,
             # Others have their turn meanwhile.

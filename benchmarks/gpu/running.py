@@ -38,6 +38,7 @@ class Sizes:
         most_blocks: up to how many blocks the largest model that trains is searched for; 0: not.
         gpt2: blocks, width, heads, length and vocabulary.
         gpt2_batch: samples of a step.
+        gpt2_profile: steps that PipeShift measures before it plans.
         gpt2_steps: of a turn; each row's first turn has as many before them as ``gpt2_warmup``.
         gpt2_warmup: likewise.
         gpt2_rounds: how often each row has its turn.
@@ -53,7 +54,8 @@ class Sizes:
     most_blocks: int = 0
     gpt2: tuple[int, int, int, int, int] = (12, 768, 12, 1024, 50_257)
     gpt2_batch: int = 16
-    gpt2_warmup: int = 30
+    gpt2_profile: int = 20
+    gpt2_warmup: int = 40
     gpt2_steps: int = 8
     gpt2_rounds: int = 3
 
@@ -68,9 +70,10 @@ REHEARSED = Sizes(
     transformer=(2, 64, 8, 2),
     transformer_turns=(1, 1),
     most_blocks=1,
-    gpt2=(2, 16, 2, 8, 64),
-    gpt2_batch=4,
-    gpt2_warmup=8,
+    gpt2=(2, 16, 2, 32, 64),
+    gpt2_batch=16,
+    gpt2_profile=2,
+    gpt2_warmup=6,
     gpt2_steps=2,
     gpt2_rounds=1,
 )
