@@ -32,7 +32,6 @@ from lightning_pipeshift import (
     RecomputeAll,
     SwapAll,
 )
-from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.devices.streams import Accelerator
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.features_models import QUIET, OverflowingOnOneStage
@@ -309,9 +308,7 @@ def _sleeping(case: Case, module: nn.Module) -> Iterator[None]:
         if len(slept) < 2:
             raise RuntimeError(f"the compute stream has slept only in {dict(slept)}")
         return
-    with contextlib.ExitStack() as stack:
-        for kind in (Accelerator, SimulatedDevice):
-            stack.enter_context(mock.patch.object(kind, "side_stream", _late(kind.side_stream)))
+    with mock.patch.object(Accelerator, "side_stream", _late(Accelerator.side_stream)):
         yield
 
 

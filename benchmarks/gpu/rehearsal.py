@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.nn.utils import clip_grad
 
 from lightning_pipeshift.compat.torch_private import (
@@ -95,10 +96,6 @@ class RehearsedGPU(SimulatedDevice):
         """``set_sync_debug_mode``."""
         self._warns = mode == "warn"
 
-    def wait(self, *_: Any) -> None:
-        """``synchronize``."""
-        self.synchronize()
-
     def functions(self) -> dict[str, Any]:
         """What takes the place of functions and attributes of ``torch.cuda``."""
         properties = SimpleNamespace(
@@ -121,7 +118,6 @@ class RehearsedGPU(SimulatedDevice):
             "memory_allocated": self.allocated,
             "max_memory_allocated": self.peak,
             "reset_peak_memory_stats": self.forget_peak,
-            "synchronize": self.wait,
             "set_sync_debug_mode": self.warn_of_waits,
             "_sleep": lambda _: None,
         }
@@ -133,13 +129,13 @@ def rehearsed() -> Iterator[RehearsedGPU]:
     device = RehearsedGPU()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **device.functions()))
-        for owner, name, value in _others():
+        for owner, name, value in _others(device):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(device)
         yield device
 
 
-def _others() -> Iterator[tuple[Any, str, Any]]:
+def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     """What else asks for devices in C++, where nothing can be simulated: owner, name, value."""
     from benchmarks.gpu import one_rank, profile
 
@@ -147,12 +143,24 @@ def _others() -> Iterator[tuple[Any, str, Any]]:
     group = clip_grad._group_tensors_by_device_and_dtype
     yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
     yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
+    attention = functional.scaled_dot_product_attention
+    yield functional, "scaled_dot_product_attention", _placing(attention, device)
     yield one_rank, "sdpa_kernel", lambda _: nullcontext()
     yield profile, "KERNELS", torch.profiler.ProfilerActivity.CPU
 
 
 def _renamed(group: Callable[..., Any]) -> Callable[..., Any]:
     return lambda lists: {(GPU, kind): value for (_, kind), value in group(lists).items()}
+
+
+def _placing(attention: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
+    """Attention makes its mask in C++."""
+
+    def call(*args: Any, **how: Any) -> Any:
+        with device.placing(MemoryPlace(True)):
+            return attention(*args, **how)
+
+    return call
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
