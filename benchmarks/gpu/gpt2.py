@@ -259,25 +259,25 @@ def _figures(trainer: Any) -> Mapping[str, float]:
 
 
 def details_of(trainer: Any) -> Findings:
-    """The plan of a run, in numbers; of plain Lightning, nothing."""
+    """The plan of a run, in numbers; of plain Lightning, and where nothing has been measured,
+    nothing.
+    """
     plan = _plan(trainer)
-    if plan is None:
-        return {}
-    pipeline = trainer.strategy.pipeline
-    predicted = trainer.strategy.predicted(plan)
-    memory = pipeline.memory
+    if plan is None or not trainer.strategy.is_measured:
+        return {"plan": str(plan)}
+    planning, memory = trainer.strategy.pipeline.planning, trainer.strategy.pipeline.memory
+    predicted = trainer.strategy.predicted(plan).prediction
     return {
         "plan": str(plan),
-        "predicted_milliseconds": 1e3 * predicted.prediction.step_seconds,
-        "predicted_bytes": predicted.prediction.memory_bytes,
-        "saved_tensors": saved_tensors(plan, pipeline.planning.measured.profile),
+        "predicted_milliseconds": 1e3 * predicted.step_seconds,
+        "predicted_bytes": predicted.memory_bytes,
+        "saved_tensors": saved_tensors(plan, planning.measured.profile),
         "optimizer_on_host": [len(layers) for layers in plan.optimizer_on_host],
         "weights_on_host": [len(layers) for layers in plan.weights_on_host],
         # With the rates of pinned copies, in bytes per second.
         "measured": asdict(memory.memory) if memory is not None and memory.memory else {},
         "links": {
-            f"{a} to {b}": asdict(link)
-            for (a, b), link in pipeline.planning.measured.cluster.links.items()
+            f"{a} to {b}": asdict(link) for (a, b), link in planning.measured.cluster.links.items()
         },
     }
 
