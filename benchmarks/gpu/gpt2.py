@@ -276,9 +276,7 @@ def details_of(trainer: Any) -> Findings:
         "weights_on_host": [len(layers) for layers in plan.weights_on_host],
         # With the rates of pinned copies, in bytes per second.
         "measured": asdict(memory.memory) if memory is not None and memory.memory else {},
-        "links": {
-            f"{a} to {b}": asdict(link) for (a, b), link in planning.measured.cluster.links.items()
-        },
+        "links": [asdict(link) for link in planning.measured.cluster.ranks.values()],
     }
 
 

@@ -143,6 +143,9 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     group = clip_grad._group_tensors_by_device_and_dtype
     yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
     yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
+    # Torch switches function modes off in a backward, and with them what tensors say in hooks.
+    run_backward = torch.autograd._engine_run_backward
+    yield torch.autograd, "_engine_run_backward", device.inside(run_backward)
     attention = functional.scaled_dot_product_attention
     yield functional, "scaled_dot_product_attention", _placing(attention, device)
     yield one_rank, "sdpa_kernel", lambda _: nullcontext()
