@@ -45,7 +45,7 @@ import torch
 
 from benchmarks.gpu import gpt2, memory_compression
 from benchmarks.gpu.cases import Case, Compared, nccl, train
-from benchmarks.gpu.one_rank import MODELS, compared_with_plain, held_and_allocated
+from benchmarks.gpu.one_rank import MODELS, compared_with_plain, gpus, held_and_allocated
 from benchmarks.gpu.profile import processor_share, profiled
 from benchmarks.gpu.rehearsal import NAME, VARIABLE
 from benchmarks.gpu.running import SLOTS, Findings, Run, sizes, text_of
@@ -63,29 +63,6 @@ _ENDS_WITHIN_SECONDS = 30.0
 def about_machine(run: Run) -> None:
     """Versions, devices, and which of them reach each other's memory."""
     run.add({"versions": machine(), **run.ranks(gpus, 1)[0]})
-
-
-def gpus() -> Findings:
-    """What one rank sees."""
-    count = torch.cuda.device_count()
-    return {
-        "gpus": [
-            {
-                "name": torch.cuda.get_device_name(index),
-                "uuid": str(getattr(torch.cuda.get_device_properties(index), "uuid", "")),
-                "free_bytes": torch.cuda.mem_get_info(index)[0],
-                "total_bytes": torch.cuda.mem_get_info(index)[1],
-                "reaches": [
-                    other
-                    for other in range(count)
-                    if other != index and torch.cuda.can_device_access_peer(index, other)
-                ],
-            }
-            for index in range(count)
-        ],
-        "cuda": torch.version.cuda,
-        "nccl": torch.cuda.nccl.version(),
-    }
 
 
 def one_rank(run: Run) -> None:
@@ -279,7 +256,7 @@ class Script:
         self.found: dict[str, Findings] = {}
         self.device = NAME if is_rehearsal else torch.cuda.get_device_name()
         self._path = path
-        self._ends_at = time.monotonic() + limit_seconds
+        self._ends_at = time.monotonic() + sizes().patience * limit_seconds
         self._changing = threading.Lock()
 
     def run(self, names: Sequence[str]) -> None:

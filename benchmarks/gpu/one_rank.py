@@ -166,6 +166,29 @@ class _Waits(L.Callback):
         return {place: count / counted for place, count in self.places.most_common()}
 
 
+def gpus() -> dict[str, Any]:
+    """The GPUs that a rank sees, and what of NCCL."""
+    count = torch.cuda.device_count()
+    return {
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(index),
+                "uuid": str(getattr(torch.cuda.get_device_properties(index), "uuid", "")),
+                "free_bytes": torch.cuda.mem_get_info(index)[0],
+                "total_bytes": torch.cuda.mem_get_info(index)[1],
+                "reaches": [
+                    other
+                    for other in range(count)
+                    if other != index and torch.cuda.can_device_access_peer(index, other)
+                ],
+            }
+            for index in range(count)
+        ],
+        "cuda": torch.version.cuda,
+        "nccl": torch.cuda.nccl.version(),
+    }
+
+
 def compared_with_plain(name: str) -> dict[str, Any]:
     """Trains the same model in plain Lightning and as a pipeline of one stage, with the memory
     plugin. Returns what differs, and the waits of each.

@@ -38,6 +38,11 @@ sigterm = true
 core = ctrace
 """
 
+_SCRIPT = """
+import runpy
+runpy.run_module("benchmarks.gpu.all", run_name="__main__", alter_sys=True)
+"""
+
 _START = "import coverage; coverage.process_startup()"
 
 
@@ -49,7 +54,7 @@ def test_the_rehearsal_runs_every_line_of_every_part(tmp_path: Path) -> None:
     (tmp_path / "site" / "sitecustomize.py").write_text(_START)
     path = tmp_path / "found.json"
     run = launch_script(
-        FOLDER / "all.py",
+        _SCRIPT,
         "--device",
         "simulated",
         "--json",
@@ -60,10 +65,13 @@ def test_the_rehearsal_runs_every_line_of_every_part(tmp_path: Path) -> None:
             "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]),
         },
         cwd=ROOT,
+        check=False,
     )
+    assert path.exists(), run.output
     parts = json.loads(path.read_text())["figures"]["parts"]
     assert list(parts) == list(gpu_script.PARTS), run.output
     assert {name: part["problems"] for name, part in parts.items() if part["problems"]} == {}
+    assert run.returncode == 0, run.output
     lines = coverage.Coverage(config_file=str(settings))
     for pattern in NOT_REHEARSED:
         lines.exclude(pattern)
