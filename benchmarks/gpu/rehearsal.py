@@ -160,7 +160,9 @@ def _placing(attention: Callable[..., Any], device: RehearsedGPU) -> Callable[..
     """Attention makes its mask in C++."""
 
     def call(*args: Any, **how: Any) -> Any:
-        with device.placing(MemoryPlace(True)):
+        # Not for the tensors without memory on which PipeShift follows a step.
+        where = device.placing(MemoryPlace(True)) if device.has(args[0]) else nullcontext()
+        with where:
             return attention(*args, **how)
 
     return call
