@@ -2,18 +2,23 @@
 
     python -m benchmarks.gpu.all --json FILE
     python -m benchmarks.gpu.all --only machine nccl
-    python -m benchmarks.gpu.all --device cpu        (a rehearsal, without a GPU)
+    python -m benchmarks.gpu.all --device simulated        (a rehearsal, without a GPU)
 
-Each part runs in a process of its own with a limit, in the order of what would be missed most; the
-file is written after each, so that nothing is lost when time runs out. A part that fails does not
-end the others. The exit status says whether any did.
+First come the parts that need no quiet GPU, side by side, as many ranks at once as the processor
+bears; then those that time something, one by one. Each part and each of its runs has a limit; the
+file is written whenever there are findings, so that nothing is lost when time runs out. A part that
+fails does not end the others. The exit status says whether any did. Timelines are written to a
+folder beside the file. The rehearsal runs every line, with smaller models: see ``rehearsal.py``.
+
+On a machine that has torch, Lightning and transformers, but no network, `benchmarks/gpu/run.sh`
+installs the packages that are missing from a folder of wheels, and runs this for nine minutes. It
+says how to make that folder.
 
 The parts:
 
 - ``machine``: versions, peer access, free memory;
 - ``one_rank``: one rank beside plain Lightning: the same bits with ``self.device``, an LSTM,
   channels last with BatchNorm, and each attention kernel; what each step waits for;
-- ``tests``: those marked ``cuda``;
 - ``two_ranks``: two ranks on one GPU against one: moves, resuming, clipping, accumulation, a fused
   optimizer, float16 with an overflow on one stage;
 - ``saved``: each policy and compression, the allocated bytes beside the held ones, with sleeps in
@@ -21,9 +26,16 @@ The parts:
 - ``lending``: tensors that move to another stage's memory;
 - ``nccl``: payloads over NCCL: two and three stages, all schedules, few microbatches, tied weights,
   virtual machines with rings, moves; and a rank that raises: how soon the others end;
+- ``tests``: those marked ``cuda``;
+- ``gpt2``: GPT-2 small with a memory budget, and on two stages, beside plain Lightning;
 - ``profile``: microbatches of 10 ms: how busy the GPU is, beside plain Lightning; the processor's
   share of a microbatch, with layers so small that it decides;
 - ``memory``: ``benchmarks.gpu.memory_compression``.
+
+The results, under ``figures``: ``device``, and in ``parts`` for each part ``seconds``, ``problems``
+(in words; empty if all is well), and its findings; of parts with cases, one entry per case with
+``is_well``. ``parts.gpt2.rows`` has for each row ``milliseconds_a_step`` (the median of
+``num_steps`` steps), ``times_plain``, ``peak_bytes`` of each rank, and what each rank found.
 """
 
 from __future__ import annotations
