@@ -2,18 +2,23 @@
 
     python -m benchmarks.gpu.all --json FILE
     python -m benchmarks.gpu.all --only machine nccl
-    python -m benchmarks.gpu.all --device cpu        (a rehearsal, without a GPU)
+    python -m benchmarks.gpu.all --device simulated        (a rehearsal, without a GPU)
 
-Each part runs in a process of its own with a limit, in the order of what would be missed most; the
-file is written after each, so that nothing is lost when time runs out. A part that fails does not
-end the others. The exit status says whether any did.
+First come the parts that need no quiet GPU, side by side, as many ranks at once as the processor
+bears; then those that time something, one by one. Each part and each of its runs has a limit; the
+file is written whenever there are findings, so that nothing is lost when time runs out. A part that
+fails does not end the others. The exit status says whether any did. Timelines are written to a
+folder beside the file. The rehearsal runs every line, with smaller models: see ``rehearsal.py``.
+
+On a machine that has torch, Lightning and transformers, but no network, `benchmarks/gpu/run.sh`
+installs the packages that are missing from a folder of wheels, and runs this for nine minutes. It
+says how to make that folder.
 
 The parts:
 
 - ``machine``: versions, peer access, free memory;
 - ``one_rank``: one rank beside plain Lightning: the same bits with ``self.device``, an LSTM,
   channels last with BatchNorm, and each attention kernel; what each step waits for;
-- ``tests``: those marked ``cuda``;
 - ``two_ranks``: two ranks on one GPU against one: moves, resuming, clipping, accumulation, a fused
   optimizer, float16 with an overflow on one stage;
 - ``saved``: each policy and compression, the allocated bytes beside the held ones, with sleeps in
@@ -21,109 +26,103 @@ The parts:
 - ``lending``: tensors that move to another stage's memory;
 - ``nccl``: payloads over NCCL: two and three stages, all schedules, few microbatches, tied weights,
   virtual machines with rings, moves; and a rank that raises: how soon the others end;
+- ``tests``: those marked ``cuda``;
+- ``gpt2``: GPT-2 small with a memory budget, and on two stages, beside plain Lightning;
 - ``profile``: microbatches of 10 ms: how busy the GPU is, beside plain Lightning; the processor's
   share of a microbatch, with layers so small that it decides;
 - ``memory``: ``benchmarks.gpu.memory_compression``.
+
+The results, under ``figures``: ``device``, and in ``parts`` for each part ``seconds``, ``problems``
+(in words; empty if all is well), and its findings; of parts with cases, one entry per case with
+``is_well``. ``parts.gpt2.rows`` has for each row ``milliseconds_a_step`` (the median of
+``num_steps`` steps), ``times_plain``, ``peak_bytes`` of each rank, and what each rank found.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.gpu.cases import Case, Compared, train
-from benchmarks.gpu.one_rank import MODELS, compared_with_plain, held_and_allocated
+from benchmarks.gpu import gpt2, memory_compression
+from benchmarks.gpu.cases import Case, Compared, nccl, train
+from benchmarks.gpu.one_rank import MODELS, compared_with_plain, gpus, held_and_allocated
 from benchmarks.gpu.profile import processor_share, profiled
+from benchmarks.gpu.rehearsal import NAME, VARIABLE
+from benchmarks.gpu.running import SLOTS, Findings, Run, sizes, text_of
 from benchmarks.measuring import arguments, machine, print_table, save
 from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
-from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
+from lightning_pipeshift.testing.ranks import warm_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 _LIMIT_SECONDS = 540.0
 _ENDS_WITHIN_SECONDS = 30.0
 
-Findings = dict[str, Any]
 
-# Where a part writes what it has found so far, in case that it does not come to its end.
-_progress: list[Path] = []
-
-
-def about_machine(device: str) -> Findings:
+def about_machine(run: Run) -> None:
     """Versions, devices, and which of them reach each other's memory."""
-    found: Findings = {"versions": machine()}
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        found["gpus"] = [
-            {
-                "name": torch.cuda.get_device_name(index),
-                "uuid": str(getattr(torch.cuda.get_device_properties(index), "uuid", "")),
-                "free_bytes": torch.cuda.mem_get_info(index)[0],
-                "total_bytes": torch.cuda.mem_get_info(index)[1],
-                "reaches": [
-                    other
-                    for other in range(count)
-                    if other != index and torch.cuda.can_device_access_peer(index, other)
-                ],
-            }
-            for index in range(count)
-        ]
-        found["cuda"], found["nccl"] = torch.version.cuda, torch.cuda.nccl.version()
-    return found
+    run.add({"versions": machine(), **run.ranks(gpus, 1)[0]})
 
 
-def one_rank(device: str) -> Findings:
+def one_rank(run: Run) -> None:
     """Checks that one rank computes the same as plain Lightning."""
-    return _each(
-        MODELS, lambda name: run_ranks(compared_with_plain, 1, name, device, timeout=60)[0]
-    )
+    run.each(MODELS, lambda name: run.ranks(compared_with_plain, 1, name)[0])
 
 
-def marked_tests(device: str) -> Findings:
+def marked_tests(run: Run) -> None:
     """The tests for GPUs."""
-    files = sorted(str(path) for path in (ROOT / "tests").glob("**/test_cuda*.py"))
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider"]
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    ended = subprocess.run(
-        [*words, *files], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    lines = ended.stdout.splitlines()
-    # 5: none was collected to run.
-    is_well = ended.returncode in (0, 5) or device == "cpu"
-    return {"problems": [] if is_well else lines[-150:], "summary": lines[-1:]}
+    files = [
+        str(path)
+        for path in sorted((ROOT / "tests").glob("**/test_*.py"))
+        if "mark.cuda" in path.read_text()
+    ]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-n", str(run.sizes.test_workers)]
+    words += ["-p", "no:cacheprovider", "--maxfail=20", *files]
+    with SLOTS.taken(2 * run.sizes.test_workers), tempfile.TemporaryFile("w+") as output:
+        # In a group of its own, which ends with it.
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=run.seconds_left)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        returned = process.wait()
+        output.seek(0)
+        lines = output.read().splitlines()
+    problems = [f"pytest ended with {returned}", *lines[-150:]] if returned else []
+    run.add({"summary": lines[-1:]}, problems)
 
 
-def two_ranks(device: str) -> Findings:
-    """Two ranks on one GPU, through host memory."""
-    return _cases(
-        device,
+def two_ranks(run: Run) -> None:
+    """Two ranks on one GPU, which share its memory."""
+    _cases(
+        run,
         Case(moves=True),
         Case(moves=True, fused=True, tied=True),
         Case(fused=True, resumes=True),
         Case(clip=0.1, accumulate=2, fused=True),
-        Case(precision="16-mixed" if device == "cuda" else "32-true", overflows=1, fused=True),
-        Case(precision="16-mixed" if device == "cuda" else "32-true", overflows=2),
+        Case(precision="16-mixed", overflows=1, fused=True),
+        Case(precision="16-mixed", overflows=2),
         Case(precision="bf16-mixed", stages=3, moves=True),
         Case(without_loss=0),
     )
 
 
-def saved(device: str) -> Findings:
+def saved(run: Run) -> None:
     """Tensors that move or are recomputed."""
     cases = [
         Case(stages=1, policy=policy, compression=compression, sleeps=sleeps, precision=precision)
@@ -133,19 +132,16 @@ def saved(device: str) -> Findings:
         for precision in ("32-true", "bf16-mixed")
     ]
     cases += [Case(policy="swap", sleeps=sleeps, without_loss=0) for sleeps in ("side", "compute")]
-    found = _cases(device, *cases)
-    found["bytes"] = {
-        str(compression): run_ranks(held_and_allocated, 1, compression, device, timeout=60)[0]
-        for compression in (None, "lossless", "8bit")
-    }
-    return found
+    _cases(run, *cases)
+    by_name = {str(compression): compression for compression in (None, "lossless", "8bit")}
+    run.each(by_name, lambda name: run.ranks(held_and_allocated, 1, by_name[name])[0])
 
 
-def lending(device: str) -> Findings:
-    """Tensors that move to another stage's memory, on a GPU that both share."""
-    shares = [True, False] if torch.cuda.device_count() > 1 else [True]
-    return _cases(
-        device,
+def lending(run: Run) -> None:
+    """Tensors that move to another stage's memory, on a GPU that both share, or on two."""
+    shares = [True, False][: torch.cuda.device_count() or 1]
+    _cases(
+        run,
         *(
             Case(policy="swap to a device", sleeps=sleeps, shares=is_shared)
             for is_shared in shares
@@ -154,60 +150,66 @@ def lending(device: str) -> Findings:
     )
 
 
-def nccl(device: str) -> Findings:
+def over_nccl(run: Run) -> None:
     """Payloads over NCCL."""
-    shares = torch.cuda.device_count() < 4
-    backend = "nccl" if device == "cuda" else "gloo"
-    plain = Case(backend=backend, shares=shares)
-    found = _cases(device, plain)
-    if found["problems"] and shares and device == "cuda":
-        found["note"] = "NCCL may not let two ranks share a GPU: the rest was left out"
-        return found
-    cases = [replace(plain, schedule=name) for name in SCHEDULES]
-    cases += [replace(plain, stages=3)]
-    cases += [replace(plain, microbatches=count) for count in (1, 2)]
-    cases += [
+    plain = Case(backend=nccl(), shares=torch.cuda.device_count() < 4)
+    _cases(
+        run,
+        *(
+            # Two versions of the weights need as many batches in an update as there are stages.
+            replace(plain, schedule=name, microbatches=1, accumulate=2)
+            if name in ASYNCHRONOUS
+            else replace(plain, schedule=name)
+            for name in SCHEDULES
+        ),
+        replace(plain, stages=3),
+        replace(plain, microbatches=1),
+        replace(plain, microbatches=2),
         replace(plain, tied=True, fused=True),
         replace(plain, virtual_machines=2),
         replace(plain, virtual_machines=2, tied=True, moves=True),
         replace(plain, moves=True, precision="bf16-mixed"),
         replace(plain, clip=0.1, sleeps="compute"),
-    ]
-    found = _merged(found, _cases(device, *cases))
-    raising = replace(plain, device=device, raises_on=1, stages=3)
-    begin = time.perf_counter()
-    outcomes = run_ranks(train, 3, raising, expect_failure=True, timeout=90)
-    found["seconds_to_the_end_after_an_error"] = max(o.seconds for o in outcomes) - min(
-        o.seconds for o in outcomes
     )
-    found["seconds_of_the_run_that_fails"] = time.perf_counter() - begin
+    run.each(["a rank raises"], lambda _: _raising(run, replace(plain, raises_on=1, stages=3)))
+
+
+def _raising(run: Run, case: Case) -> Findings:
+    """How soon the others end when a rank raises."""
+    outcomes = run.ranks(train, case.world_size, case, expect_failure=True)
+    seconds = [outcome.seconds for outcome in outcomes]
     kinds = [outcome.error_type for outcome in outcomes]
-    if kinds != [StageFailedError.__name__, "ValueError", StageFailedError.__name__]:
-        found["problems"].append(f"ranks ended with {kinds}")
-    if found["seconds_to_the_end_after_an_error"] > _ENDS_WITHIN_SECONDS:
-        found["problems"].append("the others took too long to end")
-    return found
-
-
-def profile(device: str) -> Findings:
-    """How busy the GPU is, and what the processor adds."""
+    expected = [StageFailedError.__name__, "ValueError", StageFailedError.__name__]
+    problems = [f"ranks ended with {kinds}"] if kinds != expected else []
+    late = max(seconds) - min(seconds)
+    problems += ["the others took too long to end"] if late > _ENDS_WITHIN_SECONDS else []
     return {
-        "busy": run_ranks(profiled, 1, device, timeout=120)[0],
-        "processor": run_ranks(processor_share, 1, device, timeout=120)[0],
+        "problems": problems,
+        "seconds_to_the_end_after_an_error": late,
+        "seconds_of_the_run_that_fails": max(seconds),
     }
 
 
-def memory(device: str) -> Findings:
+def profile(run: Run) -> None:
+    """How busy the GPU is, and what the processor adds."""
+    run.add({"busy": run.ranks(profiled, 1, *run.sizes.tower)[0]})
+    run.add(
+        {"processor": run.ranks(processor_share, 1, run.sizes.tower[0], run.sizes.small_steps)[0]}
+    )
+
+
+def memory(run: Run) -> None:
     """The memory benchmark."""
-    if device != "cuda":
-        return {"note": "needs a GPU"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "memory.json"
-        words = [sys.executable, "-m", "benchmarks.gpu.memory_compression", "--json", str(path)]
-        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            return {"problems": (ended.stdout + ended.stderr).splitlines()[-60:]}
-        return {"figures": json.loads(path.read_text())["figures"]}
+    found = memory_compression.figures(run)
+    run.add(found)
+    memory_compression.show(found)
+
+
+def gpt2_rows(run: Run) -> None:
+    """The budget and two stages, beside plain Lightning."""
+    found, problems = gpt2.figures(run)
+    run.add(found, problems)
+    gpt2.show(found)
 
 
 @dataclass(frozen=True)
@@ -215,50 +217,39 @@ class Part:
     """One part.
 
     Args:
-        run: finds out; called with the kind of device. Its ``"problems"``, if any, are failures.
-        limit_seconds: after this it is ended.
+        run: finds out, and adds what it finds. Its ``"problems"``, if any, are failures.
+        limit_seconds: it has no more.
+        is_timed: whether it needs the GPU for itself. The others run first, side by side.
     """
 
-    run: Callable[[str], Findings]
+    run: Callable[[Run], None]
     limit_seconds: float
+    is_timed: bool = False
 
 
 PARTS = {
-    "machine": Part(about_machine, 30),
-    "one_rank": Part(one_rank, 75),
-    "two_ranks": Part(two_ranks, 75),
-    "saved": Part(saved, 100),
-    "nccl": Part(nccl, 100),
-    "lending": Part(lending, 40),
-    "tests": Part(marked_tests, 150),
-    "profile": Part(profile, 60),
-    "memory": Part(memory, 150),
+    "machine": Part(about_machine, 60),
+    "one_rank": Part(one_rank, 200),
+    "two_ranks": Part(two_ranks, 200),
+    "saved": Part(saved, 200),
+    "lending": Part(lending, 200),
+    "nccl": Part(over_nccl, 200),
+    "tests": Part(marked_tests, 240),
+    "gpt2": Part(gpt2_rows, 200, is_timed=True),
+    "profile": Part(profile, 40, is_timed=True),
+    "memory": Part(memory, 200, is_timed=True),
 }
 
 
-def _each(names: Iterable[str], run: Callable[[str], Any]) -> Findings:
-    """The findings of each; one that raises counts as a problem, and does not end the others."""
-    found: Findings = {"problems": []}
-    for name in names:
-        try:
-            found[name] = run(name)
-            found["problems"] += [f"{name}: {one}" for one in found[name].get("problems", ())]
-        except Exception as error:
-            found["problems"].append(f"{name}: {type(error).__name__}: {str(error)[:3000]}")
-        for path in _progress:
-            path.write_text(json.dumps(found))
-    return found
-
-
-def _cases(device: str, *cases: Case) -> Findings:
-    compared = Compared(device)
+def _cases(run: Run, *cases: Case) -> None:
+    compared = Compared(run)
     by_name = {_short(case): case for case in cases}
 
-    def run(name: str) -> Findings:
+    def one(name: str) -> Findings:
         differing = compared.differing(by_name[name])
         return {"problems": [f"differing: {differing[:5]}"] if differing else []}
 
-    return _each(by_name, run)
+    run.each(by_name, one)
 
 
 def _short(case: Case) -> str:
@@ -267,72 +258,75 @@ def _short(case: Case) -> str:
     return ", ".join(f"{k}={v}" for k, v in asdict(case).items() if v != usual[k]) or "as usual"
 
 
-def _merged(first: Findings, second: Findings) -> Findings:
-    return {**first, **second, "problems": first["problems"] + second["problems"]}
+class Script:
+    """One call of the script.
 
+    Args:
+        path: of the results, if they are wanted.
+        is_rehearsal: whether there is no GPU.
+        limit_seconds: for all parts.
+    """
 
-def _run_part(name: str, device: str, seconds: float) -> Findings:
-    """A part in a process group of its own, which is killed if it takes too long."""
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        words = [sys.executable, "-m", "benchmarks.gpu.all", "--part", name, "--device", device]
-        process = subprocess.Popen([*words, "--json", str(path)], cwd=ROOT, start_new_session=True)
-        try:
-            process.wait(timeout=seconds)
-            problems = [f"ended with {process.returncode}"]
-        except subprocess.TimeoutExpired:
-            problems = [f"still running after {seconds:.0f} s"]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        found = json.loads(path.read_text()) if path.exists() else {"problems": []}
-        if not found.pop("is_whole", False):
-            found["problems"] += problems
-    return {**found, "seconds": round(time.perf_counter() - begin, 1)}
+    def __init__(self, path: Path | None, is_rehearsal: bool, limit_seconds: float) -> None:
+        self.found: dict[str, Findings] = {}
+        self.device = NAME if is_rehearsal else torch.cuda.get_device_name()
+        self._path = path
+        self._ends_at = time.monotonic() + sizes().patience * limit_seconds
+        self._changing = threading.Lock()
+
+    def run(self, names: Sequence[str]) -> None:
+        """Runs parts: first those that need no quiet GPU."""
+        warm_server()
+        self.found = {name: {"problems": []} for name in names}
+        beside = [name for name in names if not PARTS[name].is_timed]
+        with ThreadPoolExecutor(len(PARTS)) as pool:
+            list(pool.map(self._run, beside))
+        for name in names:
+            if name not in beside:
+                self._run(name)
+
+    def _run(self, name: str) -> None:
+        part, begin = PARTS[name], time.monotonic()
+        ends_at = min(self._ends_at, begin + sizes().patience * part.limit_seconds)
+        with tempfile.TemporaryDirectory() as scratch:
+            # Timelines are kept beside the results.
+            folder = Path(scratch) if self._path is None else self._path.with_suffix("")
+            found = self.found[name]
+            run = Run(ends_at, folder, self._save, found, self._changing)
+            print(f"::: {name}", flush=True)
+            try:
+                part.run(run)
+            except Exception as error:
+                run.add({}, [text_of(error)])
+            run.add({"seconds": round(time.monotonic() - begin, 1)})
+        lines = [f"{name}: {problem}" for problem in found["problems"]]
+        print("\n".join([*lines, f"::: {name}: {found['seconds']} s"]), flush=True)
+
+    def _save(self) -> None:
+        with self._changing:
+            save(self._path, {"device": self.device, "parts": self.found}, False)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "simulated"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
     parser.add_argument("--limit", type=float, default=_LIMIT_SECONDS, help="seconds for all")
-    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     options = parser.parse_args(given)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU. `--device cpu` rehearses the script without one.")
-    if options.part:
-        _progress.append(options.json)
-        try:
-            found = PARTS[options.part].run(options.device)
-        except Exception:
-            found = {"problems": traceback.format_exc()[-6000:].splitlines()}
-        options.json.write_text(json.dumps({**found, "is_whole": True}))
-        return 0
-
-    begin = time.perf_counter()
-    all_found: dict[str, Findings] = {}
-    for name in options.only or PARTS:
-        left = options.limit - (time.perf_counter() - begin)
-        if left < 10:
-            all_found[name] = {"problems": ["no time was left"], "seconds": 0.0}
-            continue
-        print(f"::: {name}", flush=True)
-        all_found[name] = _run_part(name, options.device, min(left, PARTS[name].limit_seconds))
-        for problem in all_found[name].get("problems", ()):
-            print(f"    {problem}", flush=True)
-        save(options.json, {"device": _device_name(options.device), "parts": all_found}, False)
+    is_rehearsal = options.device == "simulated"
+    if is_rehearsal:
+        os.environ[VARIABLE] = "1"
+    elif not torch.cuda.is_available():
+        sys.exit("torch sees no GPU. `--device simulated` rehearses the script without one.")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    script = Script(options.json, is_rehearsal, options.limit)
+    script.run(options.only or list(PARTS))
     print_table(
-        f"On {_device_name(options.device)}",
+        f"On {script.device}",
         ["part", "seconds", "problems"],
-        [[n, f["seconds"], len(f.get("problems", ()))] for n, f in all_found.items()],
+        [[name, found["seconds"], len(found["problems"])] for name, found in script.found.items()],
     )
-    return int(any(found.get("problems") for found in all_found.values()))
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "the CPU (a rehearsal)"
+    return int(any(found["problems"] for found in script.found.values()))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import lightning as L
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu.rehearsal import VARIABLE
+from benchmarks.gpu.running import Run, sizes
 from lightning_pipeshift import (
     LayerMigration,
     MemoryCompression,
@@ -29,18 +33,19 @@ from lightning_pipeshift import (
     SwapAll,
 )
 from lightning_pipeshift.devices.streams import Accelerator
-from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.features_models import QUIET, OverflowingOnOneStage
 from tests.models import points
 
-VOCABULARY, WIDTH, LENGTH, BATCH_SIZE, NUM_BLOCKS = 64, 32, 12, 8, 4
-NUM_BATCHES, NUM_EPOCHS = 4, 2
+VOCABULARY, WIDTH, LENGTH, BATCH_SIZE = 64, 32, 12, 8
 
 POLICIES: dict[str, Callable[[], Any]] = {
     "swap": lambda: SwapAll(min_bytes=1),
     "swap to a device": lambda: SwapAll("device", min_bytes=1),
     "recompute": RecomputeAll,
 }
+
+Backend = Literal["nccl", "gloo"] | None
 
 # GPU clock cycles, about two milliseconds: longer than any kernel of these models.
 _SLEEP_CYCLES = 4_000_000
@@ -61,7 +66,7 @@ class Decoder(L.LightningModule):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, norm_first=True)
-            for _ in range(NUM_BLOCKS)
+            for _ in range(sizes().decoder[0])
         )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -102,15 +107,15 @@ class Case:
         clip: the largest norm of the gradients, or ``None``.
         accumulate: over how many batches.
         moves: whether layers move after the second step and back after the fourth.
-        backend: of the payloads. ``"nccl"`` is used even if ranks share a GPU.
+        backend: of the payloads, even if ranks share a GPU; ``None``: the package's own choice.
         shares: whether all ranks use the first GPU.
         sleeps: ``"side"``: side streams sleep before each of their uses; ``"compute"``: the compute
             stream sleeps before each layer. A missing wait then shows as a wrong number.
-        device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
         raises_on: the rank that raises after the second step; -1: none.
         resumes: whether a new Trainer goes on from a checkpoint, between epochs.
         overflows: with float16, behind which layer of another model (1 or 2) a gradient overflows
             in the third step; 0: nowhere.
+        least_epochs: how many epochs there are at least.
     """
 
     stages: int = 2
@@ -126,30 +131,40 @@ class Case:
     clip: float | None = None
     accumulate: int = 1
     moves: bool = False
-    backend: str = "gloo"
+    backend: Backend = None
     shares: bool = True
     sleeps: str | None = None
-    device: str = "cuda"
     raises_on: int = -1
     resumes: bool = False
     overflows: int = 0
+    least_epochs: int = 1
 
     @property
     def alone(self) -> Case:
-        """The same on one stage of each virtual machine, with nothing that must not matter."""
+        """The same on one stage of each virtual machine, with nothing that must not matter. How old
+        an asynchronous pipeline's weights are depends on the number of stages: it stays the same.
+        """
+        is_asynchronous = self.schedule in ASYNCHRONOUS
         return replace(
             self,
-            stages=1,
+            stages=self.stages if is_asynchronous else 1,
             policy=None,
             compression=None,
             moves=False,
-            backend="gloo",
+            backend=None,
             shares=True,
             sleeps=None,
-            schedule="1f1b",
+            schedule=self.schedule if is_asynchronous else "1f1b",
             raises_on=-1,
             resumes=False,
+            least_epochs=self.num_epochs,
         )
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs: what happens at a late step, or between epochs, needs two."""
+        late = self.moves or self.resumes
+        return max(self.least_epochs, sizes().decoder[2], 2 if late else 1)
 
     @property
     def world_size(self) -> int:
@@ -182,11 +197,8 @@ def train(case: Case) -> dict[str, Tensor]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     L.seed_everything(7, verbose=False)
     rank = int(os.environ["RANK"])
-    if case.device == "cuda":
-        indices = [0 if case.shares else other for other in range(case.world_size)]
-        devices = [torch.device("cuda", index) for index in indices]
-    else:
-        devices = [torch.device("cpu")] * case.world_size
+    indices = [0 if case.shares else other for other in range(case.world_size)]
+    devices = [torch.device("cuda", index) for index in indices]
     callbacks: list[L.Callback] = []
     if case.moves:
         moves = [
@@ -204,10 +216,10 @@ def train(case: Case) -> dict[str, Tensor]:
                 microbatches=case.microbatches,
                 schedule=case.schedule,
                 partition="uniform",
-                process_group_backend="nccl" if case.backend == "nccl" else "gloo",
+                process_group_backend=case.backend,
                 parallel_devices=devices,
             ),
-            accelerator="gpu" if case.device == "cuda" else "cpu",
+            accelerator="gpu",
             devices=case.world_size,
             precision=case.precision,
             plugins=_plugins(case),
@@ -219,13 +231,13 @@ def train(case: Case) -> dict[str, Tensor]:
         )
 
     module = _module(case)
-    with _nccl_on_a_shared_gpu(case, rank), _sleeping(case, module):
-        trainer = trainer_to(1 if case.resumes else NUM_EPOCHS)
+    with payloads_over(case.backend, case.shares, rank), _sleeping(case, module):
+        trainer = trainer_to(1 if case.resumes else case.num_epochs)
         trainer.fit(module, _data(case))
         if case.resumes:
             trainer.save_checkpoint("half.ckpt")
             module = _module(case)
-            trainer_to(NUM_EPOCHS).fit(module, _data(case), ckpt_path="half.ckpt")
+            trainer_to(case.num_epochs).fit(module, _data(case), ckpt_path="half.ckpt")
     return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
@@ -244,7 +256,7 @@ def _module(case: Case) -> L.LightningModule:
 
 
 def _data(case: Case) -> DataLoader[Any]:
-    num_batches = NUM_BATCHES * case.virtual_machines
+    num_batches = sizes().decoder[1] * case.virtual_machines
     if not case.overflows:
         return tokens(num_batches)
     loader = points(num_batches)
@@ -252,44 +264,85 @@ def _data(case: Case) -> DataLoader[Any]:
     return loader
 
 
+def nccl() -> Backend:
+    """The backend for payloads between GPUs: without a GPU, there is only gloo."""
+    return "gloo" if VARIABLE in os.environ else "nccl"
+
+
 @contextlib.contextmanager
-def _nccl_on_a_shared_gpu(case: Case, rank: int) -> Iterator[None]:
-    """NCCL refuses two ranks of one host on one GPU: to NCCL, each rank is a host of its own."""
-    if case.backend != "nccl" or not case.shares:
+def payloads_over(backend: Backend, is_shared: bool, rank: int) -> Iterator[None]:
+    """Context in which payloads go over a backend even if ranks share a GPU.
+
+    NCCL refuses two ranks of one host on one GPU: to NCCL, each rank is a host of its own.
+
+    Args:
+        backend: ``None``: the package's own choice.
+        is_shared: whether the ranks share a GPU.
+        rank: this one.
+    """
+    if backend is None or not is_shared:
         yield
         return
     hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    with (
-        mock.patch.dict(os.environ, hosts),
-        mock.patch("lightning_pipeshift.lightning.connection.payload_backend", return_value="nccl"),
-    ):
+    chosen = "lightning_pipeshift.lightning.connection.payload_backend"
+    with mock.patch.dict(os.environ, hosts), mock.patch(chosen, return_value=backend):
         yield
 
 
 @contextlib.contextmanager
 def _sleeping(case: Case, module: nn.Module) -> Iterator[None]:
-    if case.sleeps is None or case.device != "cuda":
+    """Context in which streams sleep, as the case says.
+
+    Raises:
+        RuntimeError: the compute stream has not slept in a forward, or not in a backward.
+    """
+    if case.sleeps is None:
         yield
         return
     if case.sleeps == "compute":
-        for layer in module.children():
-            layer.register_forward_pre_hook(lambda *_: _sleep())
-            layer.register_full_backward_pre_hook(lambda *_: _sleep())
+        slept = Counter[str]()
+        for layer in _layers(module):
+            layer.register_forward_pre_hook(lambda *_: _sleep(slept, "forward"))
+            layer.register_forward_hook(lambda _, __, found: _before_backward(slept, found))
         yield
+        if len(slept) < 2:
+            raise RuntimeError(f"the compute stream has slept only in {dict(slept)}")
         return
-    entered = Accelerator.side_stream
+    with mock.patch.object(Accelerator, "side_stream", _late(Accelerator.side_stream)):
+        yield
+
+
+def _late(entered: Callable[..., Any]) -> Callable[..., Any]:
+    """The context of a side stream which sleeps before each of its uses."""
 
     @contextlib.contextmanager
-    def late(device: Accelerator, work: str) -> Iterator[None]:
+    def late(device: Any, work: str) -> Iterator[None]:
         with entered(device, work):
-            _sleep()
+            torch.cuda._sleep(_SLEEP_CYCLES)
             yield
 
-    with mock.patch.object(Accelerator, "side_stream", late):
-        yield
+    return late
 
 
-def _sleep() -> None:
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called: a list of modules is not."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield child
+
+
+def _before_backward(slept: Counter[str], found: Tensor) -> None:
+    """Lets the compute stream sleep before a layer's backward: when the gradient of its result is
+    there. A hook on the module would need an input with a gradient, which an embedding has not.
+    """
+    if found.requires_grad:
+        found.register_hook(lambda _: _sleep(slept, "backward"))
+
+
+def _sleep(slept: Counter[str], where: str) -> None:
+    slept[where] += 1
     torch.cuda._sleep(_SLEEP_CYCLES)
 
 
@@ -297,25 +350,22 @@ class Compared:
     """Runs cases, each of the plain ones they are compared with once.
 
     Args:
-        device: of all cases.
-        limit_seconds: for each run.
+        run: the part's.
     """
 
-    def __init__(self, device: str, limit_seconds: float = 90.0) -> None:
-        self._device = device
-        self._limit = limit_seconds
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._alone: dict[Case, dict[str, Tensor]] = {}
+        self._running: defaultdict[Case, threading.Lock] = defaultdict(threading.Lock)
 
     def differing(self, case: Case) -> list[str]:
         """The parameters that come out differently on any rank; empty if none does."""
-        case = replace(case, device=self._device)
         alone = case.alone
-        if alone not in self._alone:
-            self._alone[alone] = run_ranks(
-                train, alone.world_size, alone, timeout=self._limit
-            )[0]  # fmt: skip
+        with self._running[alone]:
+            if alone not in self._alone:
+                self._alone[alone] = self._run.ranks(train, alone.world_size, alone)[0]
         expected = self._alone[alone]
-        found = run_ranks(train, case.world_size, case, timeout=self._limit)
+        found = self._run.ranks(train, case.world_size, case)
         return sorted(
             {
                 name

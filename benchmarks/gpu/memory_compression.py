@@ -1,6 +1,6 @@
 """A transformer on one GPU with less memory than it takes: what that costs.
 
-    python -m benchmarks.gpu.memory_compression --json benchmarks/results/gpu_memory.json
+    python -m benchmarks.gpu.all --only memory --json benchmarks/results/gpu_memory.json
 
 One device, one microbatch after the other, so that there is no bubble to hide anything in. First
 the same model under plans that take turns in one run:
@@ -17,7 +17,6 @@ each try is a process of its own, and one that runs out of memory is too large.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -29,12 +28,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.gpu.running import Findings, Run
+from benchmarks.measuring import print_table
 from benchmarks.placements import Repeated, TakingTurns
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
-from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest, StageMemory
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
-from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 
 STAYS, HALF = "everything stays", "half of the peak"
 AGAIN, LIKE_AGAIN = "all recomputed", "that peak, planned"
@@ -107,7 +106,7 @@ class Turns(TakingTurns):
     def __init__(self, num_rounds: int, num_steps: int) -> None:
         super().__init__(self._planned, num_rounds, num_steps, self._entered)
         self.peaks: dict[str, list[float]] = {}
-        self._memory: Any = None
+        self._memory: StageMemory | None = None
         self._budgets: dict[str, float] = {}
 
     def _planned(self, strategy: Any) -> dict[str, Plan]:
@@ -143,8 +142,10 @@ class Turns(TakingTurns):
 
     def _entered(self, name: str) -> None:
         budget = self._budgets[name]
+        assert self._memory is not None
+        assert self._memory.memory is not None
         self._memory.request = replace(self._memory.request, budget_bytes=budget)
-        self._memory.room = replace(self._memory.room, budget_bytes=int(budget))
+        self._memory.memory = replace(self._memory.memory, budget_bytes=int(budget))
 
     def on_train_batch_start(self, *args: Any) -> None:
         """A step begins."""
@@ -186,75 +187,53 @@ def trains(blocks: int, width: int, length: int, batch_size: int, with_plugin: b
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def largest(width: int, length: int, batch_size: int, with_plugin: bool, most: int) -> int:
+def largest(run: Run, width: int, length: int, batch_size: int, with_plugin: bool) -> int:
     """The number of blocks of the largest model that trains, by bisection."""
-    low, high = 0, most
+    low, high = 0, run.sizes.most_blocks
     while low < high:
         middle = (low + high + 1) // 2
-        try:
-            run_ranks(trains, 1, middle, width, length, batch_size, with_plugin, timeout=300)
-            low = middle
-        except RanksFailed as failure:
-            if "emory" not in str(failure):
-                raise
-            high = middle - 1
+        tried = (middle, width, length, batch_size, with_plugin)
+        outcomes = run.ranks(trains, 1, *tried, limit=300, expect_failure=True)
+        problem = outcomes[0].message if outcomes[0].failed else ""
+        assert not problem or "emory" in problem, str(outcomes[0])
+        low, high = (low, middle - 1) if problem else (middle, high)
     return low
 
 
-def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark needs a GPU, and torch sees none.")
-    parser = arguments(__doc__)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--num-rounds", type=int, default=5)
-    parser.add_argument("--num-steps", type=int, default=4)
-    parser.add_argument("--most-blocks", type=int, default=0, help="bisect up to here; 0: do not")
-    options = parser.parse_args()
-
-    shape = (options.width, options.length, options.batch_size)
-    found, peaks = run_ranks(
-        compared, 1, options.blocks, *shape, options.num_rounds, options.num_steps, timeout=590
-    )[0]
+def figures(run: Run) -> Findings:
+    """What the benchmark finds."""
+    blocks, *shape = run.sizes.transformer
+    turns = run.sizes.transformer_turns
+    found, peaks = run.ranks(compared, 1, blocks, *shape, *turns, limit=590)[0]
     base = found[STAYS].median
-    rows = [
-        [name, median(peaks[name]) / 1e9, timed.predicted_seconds or "", timed.median,
-         timed.median / base]
-        for name, timed in found.items()
-    ]  # fmt: skip
-    print_table(
-        f"{options.blocks} blocks of {options.width}, {options.batch_size} x {options.length}"
-        f" tokens, {torch.cuda.get_device_name()}",
-        ["", "peak GB", "predicted s", "s a step", "times"],
-        rows,
-    )
-    ratios = {
-        "half_over_stays": found[HALF].median / base,
-        "recomputed_over_planned": found[AGAIN].median / found[LIKE_AGAIN].median,
-    }
+    return {
+        "model": f"{blocks} blocks of {shape[0]}, {shape[2]} x {shape[1]} tokens",
+        "ratios": {
+            "half_over_stays": found[HALF].median / base,
+            "recomputed_over_planned": found[AGAIN].median / found[LIKE_AGAIN].median,
+        },
+        "largest_blocks": {
+            str(with_plugin): largest(run, shape[0], shape[1], shape[2], with_plugin)
+            for with_plugin in (False, True)
+        },
+        "plans": {name: asdict(timed) for name, timed in found.items()},
+        "peak_bytes": {name: median(peaks[name]) for name in peaks},
+        "rows": [
+            [name, median(peaks[name]) / 1e9, timed.predicted_seconds or "", timed.median,
+             timed.median / base]
+            for name, timed in found.items()
+        ],
+    }  # fmt: skip
+
+
+def show(found: Findings) -> None:
+    """Prints the figures."""
+    print_table(found["model"], ["", "peak GB", "predicted s", "s a step", "times"], found["rows"])
+    ratios, blocks = found["ratios"], found["largest_blocks"]
     print(
         f"\nHalf of the peak takes {ratios['half_over_stays']:.3f} times as long (at most 1.03);"
         f" at the peak of recomputing everything\nthe plan is"
-        f" {ratios['recomputed_over_planned']:.2f} times as fast as that (at least 1.25)."
+        f" {ratios['recomputed_over_planned']:.2f} times as fast as that (at least 1.25).\n"
+        f"The largest model: {blocks['False']} blocks without, {blocks['True']} with it (0: not"
+        " looked for)."
     )
-    blocks = {}
-    if options.most_blocks:
-        for with_plugin in (False, True):
-            blocks[str(with_plugin)] = largest(*shape, with_plugin, options.most_blocks)
-        print(f"\nThe largest model: {blocks['False']} blocks without, {blocks['True']} with it.")
-    save(
-        options.json,
-        {
-            "device": torch.cuda.get_device_name(),
-            "ratios": ratios,
-            "largest_blocks": blocks,
-            "plans": {name: asdict(timed) for name, timed in found.items()},
-            "peak_bytes": {name: median(peaks[name]) for name in peaks},
-        },
-    )
-
-
-if __name__ == "__main__":
-    main()

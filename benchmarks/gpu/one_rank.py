@@ -25,6 +25,8 @@ from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from tests.features_models import QUIET
 
+GPU = torch.device("cuda", 0)
+
 _NUM_STEPS, _FIRST_COUNTED = 6, 3
 
 
@@ -123,8 +125,6 @@ MODELS: dict[str, Callable[[], L.LightningModule]] = {
     "cudnn attention": partial(Attention, SDPBackend.CUDNN_ATTENTION),
 }
 
-_ONLY_GPU = ("efficient attention", "cudnn attention")
-
 
 class _Waits(L.Callback):
     """Counts where a step waits for the GPU."""
@@ -142,11 +142,8 @@ class _Waits(L.Callback):
         self._counts = False
 
     @contextlib.contextmanager
-    def listening(self, device: str) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Context of a run."""
-        if device != "cuda":
-            yield
-            return
         with warnings.catch_warnings(), mock.patch("warnings.showwarning", self._heard):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -169,16 +166,34 @@ class _Waits(L.Callback):
         return {place: count / counted for place, count in self.places.most_common()}
 
 
-def compared_with_plain(name: str, device: str) -> dict[str, Any]:
+def gpus() -> dict[str, Any]:
+    """The GPUs that a rank sees, and what of NCCL."""
+    count = torch.cuda.device_count()
+    return {
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(index),
+                "uuid": str(getattr(torch.cuda.get_device_properties(index), "uuid", "")),
+                "free_bytes": torch.cuda.mem_get_info(index)[0],
+                "total_bytes": torch.cuda.mem_get_info(index)[1],
+                "reaches": [
+                    other
+                    for other in range(count)
+                    if other != index and torch.cuda.can_device_access_peer(index, other)
+                ],
+            }
+            for index in range(count)
+        ],
+        "cuda": torch.version.cuda,
+        "nccl": torch.cuda.nccl.version(),
+    }
+
+
+def compared_with_plain(name: str) -> dict[str, Any]:
     """Trains the same model in plain Lightning and as a pipeline of one stage, with the memory
     plugin. Returns what differs, and the waits of each.
     """
-    if name in _ONLY_GPU and device != "cuda":
-        return {"note": "needs a GPU"}
     torch.use_deterministic_algorithms(True, warn_only=True)
-    index = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    # These kernels are there for half precision only.
-    halves = "attention" in name and device == "cuda"
     states, waits = [], []
     for has_pipeline in (False, True):
         L.seed_everything(5, verbose=False)
@@ -189,18 +204,21 @@ def compared_with_plain(name: str, device: str) -> dict[str, Any]:
             if isinstance(module, _Small)
             else tokens(_NUM_STEPS)
         )
-        how: dict[str, Any] = {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1}
+        how: dict[str, Any] = {}
         if has_pipeline:
             how["plugins"] = [MemoryCompression()]
-            how["strategy"] = PipeShiftStrategy(microbatches=1, parallel_devices=[index])
+            how["strategy"] = PipeShiftStrategy(microbatches=1, parallel_devices=[GPU])
         trainer = L.Trainer(
+            accelerator="gpu",
+            devices=1,
             max_steps=_NUM_STEPS,
-            precision="bf16-mixed" if halves else "32-true",
+            # Kernels of attention are there for half precision only.
+            precision="bf16-mixed" if "attention" in name else "32-true",
             callbacks=[counted],
             **how,
             **QUIET,  # type: ignore[arg-type]
         )
-        with counted.listening(device):
+        with counted.listening():
             trainer.fit(module, data)
         states.append({key: value.cpu() for key, value in module.state_dict().items()})
         waits.append(counted.per_step())
@@ -212,35 +230,32 @@ def compared_with_plain(name: str, device: str) -> dict[str, Any]:
     }
 
 
-def held_and_allocated(compression: Any, device: str) -> dict[str, Any]:
+def held_and_allocated(compression: Any) -> dict[str, Any]:
     """After each action of the last steps: the bytes of saved tensors that the store counts as held
     on the device, and those that torch has allocated beyond what it had before the step.
     """
-    index = torch.device(device, 0) if device == "cuda" else torch.device(device)
     rows: list[tuple[str, int, int]] = []
     end_action = ActivationStore.end_action
     base = [0]
 
     def noting(store: ActivationStore, action: Any) -> None:
         end_action(store, action)
-        allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-        rows.append((str(action), store.held_bytes, allocated - base[0]))
+        rows.append((str(action), store.held_bytes, torch.cuda.memory_allocated() - base[0]))
 
     class Base(L.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-                base[0] = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+            base[0] = torch.cuda.memory_allocated()
             rows.clear()
 
     L.seed_everything(5, verbose=False)
     plugin = MemoryCompression(policy=SwapAll(min_bytes=1), compression=compression)
     with mock.patch.object(ActivationStore, "end_action", noting):
         L.Trainer(
-            accelerator="gpu" if device == "cuda" else "cpu",
+            accelerator="gpu",
             devices=1,
             max_steps=_NUM_STEPS,
-            strategy=PipeShiftStrategy(microbatches=4, schedule="gpipe", parallel_devices=[index]),
+            strategy=PipeShiftStrategy(microbatches=4, schedule="gpipe", parallel_devices=[GPU]),
             plugins=[plugin],
             callbacks=[Base()],
             **QUIET,  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""A GPU for the rehearsal of the GPU script: simulated, for code that asks ``torch.cuda`` for it.
+
+Lightning, PipeShift and the script itself find one GPU here, ``cuda:0``. Its tensors are those of
+:class:`~tests.simulated.device.SimulatedDevice`, which computes on the CPU and
+raises an error where nothing orders two operations that use the same memory. So the script needs
+no branch for a machine without a GPU: every line that runs on a GPU runs in the rehearsal too.
+
+What is not simulated: autocast changes no types, attention has only torch's kernels for CPUs, and
+NCCL is gloo. The functions of ``torch.cuda`` that are missing here fail as on any CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.nn.utils import clip_grad
+
+from lightning_pipeshift.compat.torch_private import (
+    make_wrapper_subclass,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.model.trace import placeholder
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.interception import MemoryPlace
+
+GPU = torch.device("cuda", 0)
+NAME = "the simulated device (a rehearsal)"
+VARIABLE = "PIPESHIFT_GPU_REHEARSAL"
+"""Set in the environment of a rehearsal's processes."""
+
+_TOTAL_BYTES = 1 << 30
+# After how many new tensors the freed ones are looked for.
+_LOOKS_EVERY = 16
+
+
+def gpu() -> AbstractContextManager[object]:
+    """Context in which there is a GPU: this machine's own, or the simulated one."""
+    return rehearsed() if VARIABLE in os.environ else nullcontext()
+
+
+class RehearsedGPU(SimulatedDevice):
+    """The simulated device, with what the script asks of ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        super().__init__(device=GPU)
+        self.peak_bytes = 0
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._num_put = 0
+        self._warns = False
+
+    def note(self, what: str, num_behind: int = 0) -> None:
+        """Warns of a wait as CUDA does, if that is wanted."""
+        if self._warns:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    def put(self, tensor: Tensor, place: MemoryPlace) -> None:
+        """Counts the memory of tensors on the device, too."""
+        super().put(tensor, place)
+        if not place.is_there:
+            return
+        with without_torch_function_of_subclasses():
+            storage = tensor.untyped_storage()
+            # The address of a storage: a later one at the same place is counted instead of it.
+            self._living[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._num_put += 1
+        if self._num_put % _LOOKS_EVERY == 0:
+            self.allocated()
+
+    def allocated(self, *_: Any) -> int:
+        """``memory_allocated``: the bytes of the tensors on the device."""
+        self._living = {key: one for key, one in self._living.items() if not one[0].expired()}
+        found = sum(num_bytes for _, num_bytes in self._living.values())
+        self.peak_bytes = max(self.peak_bytes, found)
+        return found
+
+    def peak(self, *_: Any) -> int:
+        """``max_memory_allocated``."""
+        self.allocated()
+        return self.peak_bytes
+
+    def forget_peak(self, *_: Any) -> None:
+        """``reset_peak_memory_stats``."""
+        self.peak_bytes = 0
+
+    def warn_of_waits(self, mode: str) -> None:
+        """``set_sync_debug_mode``."""
+        self._warns = mode == "warn"
+
+    def functions(self) -> dict[str, Any]:
+        """What takes the place of functions and attributes of ``torch.cuda``."""
+        properties = SimpleNamespace(
+            name=NAME, total_memory=_TOTAL_BYTES, uuid="simulated", major=9, minor=0
+        )
+        return {
+            "is_available": lambda: True,
+            "is_bf16_supported": lambda *_: True,
+            "init": lambda: None,
+            "set_device": lambda _: None,
+            "current_device": lambda: 0,
+            "device_count": lambda: 1,
+            "can_device_access_peer": lambda *_: False,
+            "get_device_name": lambda *_: NAME,
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: properties,
+            "default_generators": (torch.default_generator,),
+            "mem_get_info": lambda *_: (_TOTAL_BYTES - self.allocated(), _TOTAL_BYTES),
+            "empty_cache": lambda: None,
+            "memory_allocated": self.allocated,
+            "max_memory_allocated": self.peak,
+            "reset_peak_memory_stats": self.forget_peak,
+            "set_sync_debug_mode": self.warn_of_waits,
+            "_sleep": lambda _: None,
+        }
+
+
+@contextmanager
+def rehearsed() -> Iterator[RehearsedGPU]:
+    """Context in which torch has one GPU, which is simulated."""
+    device = RehearsedGPU()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.cuda, **device.functions()))
+        for owner, name, value in _others(device):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(device)
+        yield device
+
+
+def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
+    """What else asks for devices in C++, where nothing can be simulated: owner, name, value."""
+    from benchmarks.gpu import one_rank, profile
+
+    yield torch.cuda.nccl, "version", lambda: (0, 0, 0)
+    group = clip_grad._group_tensors_by_device_and_dtype
+    yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
+    yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
+    # Torch switches function modes off in a backward, and with them what tensors say in hooks.
+    run_backward = torch.autograd._engine_run_backward
+    yield torch.autograd, "_engine_run_backward", device.inside(run_backward)
+    attention = functional.scaled_dot_product_attention
+    yield functional, "scaled_dot_product_attention", _placing(attention, device)
+    yield one_rank, "sdpa_kernel", lambda _: nullcontext()
+    yield profile, "KERNELS", torch.profiler.ProfilerActivity.CPU
+
+
+def _renamed(group: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda lists: {(GPU, kind): value for (_, kind), value in group(lists).items()}
+
+
+def _placing(attention: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
+    """Attention makes its mask in C++."""
+
+    def call(*args: Any, **how: Any) -> Any:
+        # Not for the tensors without memory on which PipeShift follows a step.
+        where = device.placing(MemoryPlace(True)) if device.has(args[0]) else nullcontext()
+        with where:
+            return attention(*args, **how)
+
+    return call
+
+
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Placeholders have no memory, but autograd switches to their device."""
+    return lambda *args, device, **how: make(*args, device=torch.device("cpu"), **how)
