@@ -267,17 +267,20 @@ def details_of(trainer: Any) -> Findings:
         return {"plan": str(plan)}
     planning, memory = trainer.strategy.pipeline.planning, trainer.strategy.pipeline.memory
     predicted = trainer.strategy.predicted(plan).prediction
-    return {
+    found = {
         "plan": str(plan),
         "predicted_milliseconds": 1e3 * predicted.step_seconds,
         "predicted_bytes": predicted.memory_bytes,
-        "saved_tensors": saved_tensors(plan, planning.measured.profile),
         "optimizer_on_host": [len(layers) for layers in plan.optimizer_on_host],
         "weights_on_host": [len(layers) for layers in plan.weights_on_host],
         # With the rates of pinned copies, in bytes per second.
         "measured": asdict(memory.memory) if memory is not None and memory.memory else {},
-        "links": [asdict(link) for link in planning.measured.cluster.ranks.values()],
     }
+    if planning.measured is not None:
+        # Only the first rank knows all measurements.
+        found["saved_tensors"] = saved_tensors(plan, planning.measured.profile)
+        found["links"] = [asdict(link) for link in planning.measured.cluster.ranks.values()]
+    return found
 
 
 def saved_tensors(plan: Plan, profile: Profile) -> Findings:
