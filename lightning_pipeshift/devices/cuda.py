@@ -40,6 +40,9 @@ def exported(memory: Tensor) -> Any:
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
+    if not memory.is_cuda:
+        # Torch would send a copy.
+        raise RuntimeError(f"memory of {memory.device.type} devices cannot be shared")
     return reduce_tensor(memory)
 
 

@@ -530,6 +530,7 @@ class Channels(Lane):
             link = self._links.pop(key)
             link.settle()
             link.answers.settle()
+            link.end.close()
         if self._devices is not None:
             self._devices.want(Purpose.LINKS, [])
 

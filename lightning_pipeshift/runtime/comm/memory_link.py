@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 # Where a tensor begins in a buffer: at a multiple of this, as kernels read 16 bytes at once.
 _ALIGNMENT: Final = 256
+# How many times as large buffers become where a payload has outgrown them, at least.
+_GROWTH: Final = 1.25
 
 
 class Written(NamedTuple):
@@ -107,7 +109,10 @@ class MemoryEnd:
             RuntimeError: memory of this device cannot be shared.
         """
         # All of one size: the slices of a batch differ a little, and opening a buffer takes long.
-        self._size = max(self._size, _places(tensors)[-1])
+        needed = _places(tensors)[-1]
+        if needed > self._size:
+            # What has grown may grow again.
+            self._size = max(needed, int(_GROWTH * self._size) // _ALIGNMENT * _ALIGNMENT)
         with self._aside():
             self._pool.claim(self._size)
             buffer = self._pool.take(self._size)
@@ -125,9 +130,22 @@ class MemoryEnd:
             handle = event.handle
         self._written[opening.number].record()
         self._full[opening.number] = buffer
-        for number in opening.gone:
-            del self._written[number], self._read[number]
+        self._forget(opening.gone)
         return Written(opening, handle)
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        """Destroys the events of buffers that are gone. The other rank's device may still have to
+        reach a wait for one, before it reads: the stream of the buffers has waited for the reads.
+        """
+        if numbers:
+            with self._aside():
+                record_event(self.device).synchronize()
+        for number in numbers:
+            del self._written[number], self._read[number]
+
+    def close(self) -> None:
+        """Destroys all events. Every message has been answered, or the run ends with an error."""
+        self._forget([number for number in self._read if number not in self._full])
 
     def take(self, message: Written, tensors: Sequence[Tensor]) -> Taken:
         """Copies what the other rank has written into tensors of this rank.

@@ -7,6 +7,7 @@ thread for each direction.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -173,7 +174,7 @@ class StreamCopier:
             "out": {},
             "back": {},
         }
-        self._count = 0
+        self._numbers = itertools.count()
 
     def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
@@ -197,10 +198,10 @@ class StreamCopier:
                 if not earlier.query():
                     break
                 one_after_the_other.pop(number, None)
-        self._count += 1
-        under_way = self._under_way[name]
-        under_way[self._count] = event, work
-        return _Marked(event, partial(under_way.pop, self._count, None))
+        # Several threads submit copies.
+        number, under_way = next(self._numbers), self._under_way[name]
+        under_way[number] = event, work
+        return _Marked(event, partial(under_way.pop, number, None))
 
     def finish(self) -> None:
         """See :class:`Copier`."""

@@ -74,7 +74,9 @@ class MemoryTrial:
         Returns:
             the verdict; the plan that follows from it; a message to the user, or an empty one.
         """
-        if self._before is not None:
+        # A verdict may have been discarded: a user's move came first.
+        is_tried = self._tried is not None and plan.is_like(self._tried)
+        if self._before is not None and is_tried:
             before, seconds = self._before
             both = (
                 f"recomputing all layers takes {seconds_text(took)} a step, and the plan before"

@@ -515,14 +515,17 @@ def _measure_link(world: Channels, other: int) -> Link:
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
     enough = min(max(_TRANSFER_SECONDS, 10 * latency), _MOST_TRANSFER_SECONDS)
-    most_bytes = _MOST_BYTES if world.backend == "gloo" else _MOST_DEVICE_BYTES
+    is_direct = world.is_direct(other)
+    most_bytes = _MOST_DEVICE_BYTES if is_direct else _MOST_BYTES
     num_bytes = _FIRST_BYTES
-    seconds = min(one_way(num_bytes, 1))
+    # Between devices the first message of a size also makes, and opens, the buffer for it.
+    times = 2 if is_direct else 1
+    seconds = min(one_way(num_bytes, times))
     while seconds < enough and num_bytes < most_bytes:
         growth = min(max(enough / seconds, 2), 16)
         num_bytes = min(int(num_bytes * growth), most_bytes)
         # Over a fast link the transfer is so short that one interruption doubles its time.
-        seconds = min(one_way(num_bytes, 4 if num_bytes == most_bytes else 1))
+        seconds = min(one_way(num_bytes, 4 if num_bytes == most_bytes else times))
     world.send_object(None, other)
     world.settle()
     # By noise, the measured latency may exceed the whole time.

@@ -76,6 +76,13 @@ def test_a_plan_that_is_fast_enough_is_kept_and_another_one_is_judged_again() ->
     assert trial.is_due(PARTS)
 
 
+def test_a_verdict_that_was_discarded_does_not_count() -> None:
+    """A user's move came into force instead of the plan that recomputes everything."""
+    trial = MemoryTrial(True)
+    assert trial.judge(MOVES, 100 * EXPECTED, lambda: AGAIN)[0] is Verdict.TRY
+    assert trial.judge(PARTS, 90 * EXPECTED, lambda: AGAIN)[:2] == (Verdict.TRY, AGAIN)
+
+
 def test_what_moves_nothing_or_was_chosen_by_the_user_is_not_judged() -> None:
     assert not MemoryTrial(True).is_due(KEPT)
     assert not MemoryTrial(True).is_due(AGAIN)
