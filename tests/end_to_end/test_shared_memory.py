@@ -125,6 +125,7 @@ class Case(NamedTuple):
 CASES = {
     "1f1b": Case(),
     "gpipe": Case(how={"schedule": "gpipe", "microbatches": 4}),
+    "eager_1f1b": Case(how={"schedule": "eager_1f1b"}),
     "three stages": Case(3),
     "a move": Case(callbacks=(Moves(),)),
     "a timeline": Case(callbacks=(PipelineTimeline(every_n_steps=1, folder="timeline"),)),
@@ -150,6 +151,18 @@ def test_the_bits_are_those_of_one_stage(name: str, shares: bool) -> None:
             assert result.diary == expected.diary
         assert bool(result.sent["gloo"]) is not shares
         assert bool(result.sent["memory"]) is shares
+
+
+@pytest.mark.parametrize("schedule", ["async", "async-2bw"])
+def test_asynchronous_pipelines_train_the_same_bits_either_way(schedule: str) -> None:
+    how = {"schedule": schedule, "microbatches": 1}
+    arguments: dict[str, Any] = {"accumulate_grad_batches": 1 + (schedule == "async-2bw")}
+    sent, shared = (run_ranks(train, 2, shares, how, **arguments) for shares in (False, True))
+    for one, other in zip(sent, shared, strict=True):
+        assert other.sent["memory"]
+        assert not other.sent["gloo"]
+        for key, value in one.parameters.items():
+            assert torch.equal(other.parameters[key], value), key
 
 
 def test_a_shared_gradient_crosses_once_in_each_direction() -> None:
