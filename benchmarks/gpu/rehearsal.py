@@ -147,7 +147,7 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     run_backward = torch.autograd._engine_run_backward
     yield torch.autograd, "_engine_run_backward", device.inside(run_backward)
     attention = functional.scaled_dot_product_attention
-    yield functional, "scaled_dot_product_attention", _placing(attention, device)
+    yield functional, "scaled_dot_product_attention", _masked(attention)
     yield one_rank, "sdpa_kernel", lambda _: nullcontext()
     yield profile, "KERNELS", torch.profiler.ProfilerActivity.CPU
 
@@ -156,14 +156,14 @@ def _renamed(group: Callable[..., Any]) -> Callable[..., Any]:
     return lambda lists: {(GPU, kind): value for (_, kind), value in group(lists).items()}
 
 
-def _placing(attention: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
-    """Attention makes its mask in C++."""
+def _masked(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that is causal by a mask of its caller's: its own one is made in C++."""
 
-    def call(*args: Any, **how: Any) -> Any:
-        # Not for the tensors without memory on which PipeShift follows a step.
-        where = device.placing(MemoryPlace(True)) if device.has(args[0]) else nullcontext()
-        with where:
-            return attention(*args, **how)
+    def call(query: Tensor, key: Tensor, *args: Any, is_causal: bool = False, **how: Any) -> Any:
+        if is_causal:
+            size = (query.shape[-2], key.shape[-2])
+            how["attn_mask"] = query.new_full(size, float("-inf")).triu(1)
+        return attention(query, key, *args, **how)
 
     return call
 
