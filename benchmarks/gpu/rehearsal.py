@@ -143,7 +143,9 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     group = clip_grad._group_tensors_by_device_and_dtype
     yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
     yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
-    # Torch switches function modes off in a backward, and with them what tensors say in hooks.
+    # Torch switches function modes off in hooks, and with them what tensors say of their device.
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    yield torch.autograd.graph, "saved_tensors_hooks", _hooks_inside(hooks, device)
     run_backward = torch.autograd._engine_run_backward
     yield torch.autograd, "_engine_run_backward", device.inside(run_backward)
     attention = functional.scaled_dot_product_attention
@@ -154,6 +156,10 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
 
 def _renamed(group: Callable[..., Any]) -> Callable[..., Any]:
     return lambda lists: {(GPU, kind): value for (_, kind), value in group(lists).items()}
+
+
+def _hooks_inside(hooks: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
+    return lambda pack, unpack: hooks(device.inside(pack), device.inside(unpack))
 
 
 def _masked(attention: Callable[..., Any]) -> Callable[..., Any]:
