@@ -143,11 +143,13 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     group = clip_grad._group_tensors_by_device_and_dtype
     yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
     yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
-    # Torch switches function modes off in a backward, and with them what tensors say in hooks.
+    # Torch switches function modes off in hooks, and with them what tensors say of their device.
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    yield torch.autograd.graph, "saved_tensors_hooks", _hooks_inside(hooks, device)
     run_backward = torch.autograd._engine_run_backward
     yield torch.autograd, "_engine_run_backward", device.inside(run_backward)
     attention = functional.scaled_dot_product_attention
-    yield functional, "scaled_dot_product_attention", _placing(attention, device)
+    yield functional, "scaled_dot_product_attention", _masked(attention)
     yield one_rank, "sdpa_kernel", lambda _: nullcontext()
     yield profile, "KERNELS", torch.profiler.ProfilerActivity.CPU
 
@@ -156,14 +158,18 @@ def _renamed(group: Callable[..., Any]) -> Callable[..., Any]:
     return lambda lists: {(GPU, kind): value for (_, kind), value in group(lists).items()}
 
 
-def _placing(attention: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
-    """Attention makes its mask in C++."""
+def _hooks_inside(hooks: Callable[..., Any], device: RehearsedGPU) -> Callable[..., Any]:
+    return lambda pack, unpack: hooks(device.inside(pack), device.inside(unpack))
 
-    def call(*args: Any, **how: Any) -> Any:
-        # Not for the tensors without memory on which PipeShift follows a step.
-        where = device.placing(MemoryPlace(True)) if device.has(args[0]) else nullcontext()
-        with where:
-            return attention(*args, **how)
+
+def _masked(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that is causal by a mask of its caller's: its own one is made in C++."""
+
+    def call(query: Tensor, key: Tensor, *args: Any, is_causal: bool = False, **how: Any) -> Any:
+        if is_causal:
+            size = (query.shape[-2], key.shape[-2])
+            how["attn_mask"] = query.new_full(size, float("-inf")).triu(1)
+        return attention(query, key, *args, **how)
 
     return call
 
