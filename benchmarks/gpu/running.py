@@ -29,6 +29,8 @@ class Sizes:
 
     Args:
         patience: time limits are multiplied by this.
+        has_all_cases: whether all cases of a part run, or only those with a property that none
+            before has had.
         decoder: blocks, batches of an epoch and epochs of the models whose bits are compared.
         tower: layers, width, rows of a microbatch and steps of the models that fill the GPU.
         small_steps: of the model whose layers are tiny.
@@ -45,6 +47,7 @@ class Sizes:
     """
 
     patience: float = 1.0
+    has_all_cases: bool = True
     decoder: tuple[int, int, int] = (4, 4, 2)
     tower: tuple[int, int, int, int] = (24, 4096, 2048, 6)
     small_steps: int = 30
@@ -62,7 +65,8 @@ class Sizes:
 
 REAL = Sizes()
 REHEARSED = Sizes(
-    patience=3.0,
+    patience=8.0,
+    has_all_cases=False,
     decoder=(2, 3, 1),
     tower=(2, 16, 8, 2),
     small_steps=2,

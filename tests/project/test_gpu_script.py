@@ -59,7 +59,7 @@ def test_the_rehearsal_runs_every_line_of_every_part(tmp_path: Path) -> None:
         "simulated",
         "--json",
         str(path),
-        timeout=900,
+        timeout=2400,
         env={
             "COVERAGE_PROCESS_START": str(settings),
             "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]),
