@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_pipeshift import Move, PipelineTimeline
 from lightning_pipeshift.lightning import connection
-from lightning_pipeshift.runtime.comm import channels
+from lightning_pipeshift.runtime.comm import channels, memory_link
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
-from lightning_pipeshift.runtime.offload.shared_memory import address_here
+from lightning_pipeshift.runtime.offload.shared_memory import address_here, opened
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import Diary, built, parameters_of, quiet_trainer
 from tests.models import SmallLanguageModel, sentences
@@ -29,7 +29,7 @@ NUM_STEPS = 6
 # The bytes of the embedding, and of a batch's values between two blocks.
 EMBEDDING, PAYLOAD = 37 * 16 * 4, 8 * 9 * 16 * 4
 # Those of a trial at the start, with each rank.
-TRIAL = 32
+TRIAL = 64
 
 
 class Tied(SmallLanguageModel):
@@ -163,6 +163,21 @@ def test_asynchronous_pipelines_train_the_same_bits_either_way(schedule: str) ->
         assert not other.sent["gloo"]
         for key, value in one.parameters.items():
             assert torch.equal(other.parameters[key], value), key
+
+
+def train_with_copies(how: Mapping[str, Any]) -> Result:
+    """Opening memory of another process gives a copy of it, as some kinds of devices do."""
+    vars(memory_link)["opened"] = lambda *args: opened(*args).clone()
+    return train(True, how)
+
+
+def test_memory_that_is_only_copied_is_not_taken_for_shared() -> None:
+    (expected,) = run_ranks(train, 1, False, {})
+    for result in run_ranks(train_with_copies, 2, {}):
+        assert result.sent["gloo"]
+        assert result.sent["memory"] == TRIAL
+        for key, value in expected.parameters.items():
+            assert torch.equal(result.parameters[key], value), key
 
 
 def test_a_shared_gradient_crosses_once_in_each_direction() -> None:

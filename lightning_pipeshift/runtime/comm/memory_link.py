@@ -25,6 +25,7 @@ from lightning_pipeshift.devices.streams import (
     record_event,
     shared_event,
     side_stream,
+    synchronize,
 )
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject, gathered
 from lightning_pipeshift.runtime.offload.shared_memory import (
@@ -295,29 +296,36 @@ def ranks_with_shared_memory(
         for stage, rank in enumerate(lane.ranks)
         if stage != lane.stage and address is not None and addresses[rank] == address
     }
-    proof = torch.arange(4, device=device)
-    for stage, end in ends.items():
-        lane.send_object(_tried(partial(end.write, [proof])), stage)
-    answers: dict[int, Taken | str] = {}
-    for stage, end in ends.items():
-        message: Written | str = lane.receive_object(stage)
-        answers[stage] = _tried(partial(_checked, end, message, proof))
-        lane.send_object(answers[stage], stage)
-    found = set()
-    for stage in ends:
-        failures = [one for one in (answers[stage], lane.receive_object(stage)) if type(one) is str]
-        if not failures:
-            found.add(lane.ranks[stage])
-            continue
+    failures: dict[int, str] = {}
+    # The second time the tensor comes in the same buffer: a copy of the first is no shared memory.
+    for first in range(2):
+        proof = torch.arange(first, first + 4, device=device)
+        tried = {stage: end for stage, end in ends.items() if stage not in failures}
+        for stage, end in tried.items():
+            lane.send_object(_tried(partial(end.write, [proof])), stage)
+        answers: dict[int, Taken | str] = {}
+        for stage, end in tried.items():
+            message: Written | str = lane.receive_object(stage)
+            answers[stage] = _tried(partial(_checked, end, message, proof))
+            lane.send_object(answers[stage], stage)
+        for stage, end in tried.items():
+            answer: Taken | str = lane.receive_object(stage)
+            if isinstance(answer, str) or isinstance(answers[stage], str):
+                failures[stage] = next(one for one in (answers[stage], answer) if type(one) is str)
+            else:
+                end.give_back(answer)
+    for stage, reason in failures.items():
         log.warning(
             "PipeShift: the memory of the devices of ranks %d and %d cannot be shared (%s), so"
             " tensors between them go through the host's memory.",
             lane.ranks[lane.stage],
             lane.ranks[stage],
-            failures[0],
+            reason,
         )
     lane.settle()
-    return frozenset(found)
+    # The buffers of the trial are freed: their memory may belong to other work from then on.
+    synchronize(device)
+    return frozenset(lane.ranks[stage] for stage in ends if stage not in failures)
 
 
 def _checked(end: MemoryEnd, message: Written | str, expected: Tensor) -> Taken:
