@@ -736,6 +736,9 @@ class Holdings:
         Args:
             submit: calls a function in a thread.
         """
+        if self.device.type == "cpu":
+            # There the received gradient would be one more copy at the peak of the backward.
+            return
         awaited = []
         for use in self.shared.uses:
             later = [stage for stage in self._sharers(use.parameter) if stage > self.stage]
@@ -803,6 +806,11 @@ class Holdings:
                     self._send_optional(use.name, use.parameter.grad, to)
             else:
                 use.parameter.grad = self._receive_optional(use, first)
+                # Whoever has sent the sum has received this stage's part: that is freed now.
+                for (name, _), posted in self._posted.items():
+                    while name == use.name and posted:
+                        for sent in posted.popleft():
+                            sent.wait()
 
     def _send_optional(self, name: str, tensor: Tensor | None, to: int, waits: bool = True) -> None:
         if to < self.stage and not (waits and self.channels.is_direct(to)):
