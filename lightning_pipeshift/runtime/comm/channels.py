@@ -490,12 +490,13 @@ class Channels(Lane):
                 complete(work)
 
     def post_on_device(self, tensor: Tensor, to: int) -> None:
-        """As :meth:`send_on_device`, without waiting for the other stage."""
-        if self.is_direct(to):
+        """As :meth:`send_on_device`, without waiting for the other stage; from the memory of a CPU
+        it waits, rather than take memory for a copy.
+        """
+        if self.is_direct(to) or tensor.device.type == "cpu":
             self.send_on_device(tensor, to)
             return
-        copy = tensor.clone() if tensor.device.type == "cpu" else tensor
-        self._object_sends.append(self._post_tensor(copy, to))
+        self._object_sends.append(self._post_tensor(tensor, to))
 
     def receive_on_device(
         self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
