@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.runtime.comm import channels, lane
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
@@ -66,6 +67,9 @@ _CALLS: list[tuple[Any, str, str]] = [
 ]
 
 
+_OTHER_TAGS = {lane._FIRST_TAG + 2 * channels._SHARED}
+
+
 def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> None:
     """Calls a function in front of (and behind) every moment of every move on this rank, with its
     name and its number: ``"message 3"``; and what a rank does in the step before the new owners own
@@ -91,8 +95,9 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 if waits and counts["early message"]:
                     all_early.wait(LIMIT_SECONDS)
                 is_early = False
-            # The channels are lanes, too, but not those of moves.
-            if not is_moving or (owner is Lane and type(self) is not Lane):
+            # The channels are lanes, too, and shared gradients have one, but not those of moves.
+            is_other = owner is Lane and (type(self) is not Lane or self._object_tag in _OTHER_TAGS)
+            if not is_moving or is_other:
                 return inner(self, *args, **kwargs)
             is_marked = not is_settled if name == "message" else is_early and name != "begin"
             full_name = f"early {name}" if is_marked else name
