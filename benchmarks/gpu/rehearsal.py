@@ -165,11 +165,19 @@ def _hooks_inside(hooks: Callable[..., Any], device: RehearsedGPU) -> Callable[.
 def _masked(attention: Callable[..., Any]) -> Callable[..., Any]:
     """Attention that is causal by a mask of its caller's: its own one is made in C++."""
 
-    def call(query: Tensor, key: Tensor, *args: Any, is_causal: bool = False, **how: Any) -> Any:
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **how: Any,
+    ) -> Any:
         if is_causal:
             size = (query.shape[-2], key.shape[-2])
-            how["attn_mask"] = query.new_full(size, float("-inf")).triu(1)
-        return attention(query, key, *args, **how)
+            attn_mask = query.new_full(size, float("-inf")).triu(1)
+        return attention(query, key, value, attn_mask, dropout_p, **how)
 
     return call
 
