@@ -330,7 +330,7 @@ def main(given: Sequence[str] | None = None) -> int:
     is_rehearsal = options.device == "simulated"
     if is_rehearsal:
         os.environ[VARIABLE] = "1"
-    elif not torch.cuda.is_available():
+    if not is_rehearsal and not torch.cuda.is_available():
         sys.exit("torch sees no GPU. `--device simulated` rehearses the script without one.")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     script = Script(options.json, is_rehearsal, options.limit)
