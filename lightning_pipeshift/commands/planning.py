@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.commands.removed_options import Removed
-from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
+from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, some_of
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
@@ -179,18 +179,13 @@ def _devices(plan: Plan, best: Arrangement, cluster: Cluster) -> list[str]:
     found: list[tuple[str, ...]] = [header]
     for cells, members in rows.items():
         hosts = list(dict.fromkeys(cluster.devices[rank].host for rank in members))
-        found.append((*cells, _some_text(members), _some_text(hosts)))
+        found.append((*cells, some_of([str(rank) for rank in members]), some_of(hosts)))
     more = [f"and {len(found) - _MOST_ROWS} more rows"] if len(found) > _MOST_ROWS else []
     return table(found[:_MOST_ROWS]) + more
 
 
-def _some_text(names: Sequence[Any]) -> str:
-    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return ", ".join(map(str, names[:_MOST_SHOWN])) + more
-
-
 def _samples(best: Arrangement, request: PlanRequest) -> str:
-    """What the plan makes of the samples of a step, and what the user's data has to do for it."""
+    """Returns the number of samples of a step, and the `batch_size` that the data needs for it."""
     count = len(best.ranks)
     total = request.total_samples(count)
     if count == 1:

@@ -286,7 +286,7 @@ class Channels(Lane):
         return self._devices is not None or self.ranks[stage] in self.shares_memory_with
 
     def _link(self, stage: int, purpose: Purpose) -> MemoryLink | None:
-        """What carries tensors to a stage and from it; ``None`` if no memory is shared with it."""
+        """Returns the link to a stage; ``None`` if no memory is shared with it."""
         rank = self.ranks[stage]
         if rank not in self.shares_memory_with:
             return None

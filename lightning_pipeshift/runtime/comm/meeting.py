@@ -136,8 +136,11 @@ def store_of_this_start(
 
 
 def _connected(make: Callable[[], dist.Store]) -> dist.Store:
-    """What a function returns. Torch waits for ever for a program that listens and says nothing, so
-    it is called in a thread. Raises DistNetworkError if it has not returned in time.
+    """Calls a function that connects to a store, and returns the store. It is called in a thread,
+    as torch waits for ever for a program that listens and does not answer.
+
+    Raises:
+        DistNetworkError: it has not returned in time.
     """
     made: Future[dist.Store] = Future()
 

@@ -338,7 +338,7 @@ def _checked(end: MemoryEnd, message: Written | str, expected: Tensor) -> Taken:
 
 
 def _tried(act: Callable[[], T]) -> T | str:
-    """What a function returns, or why it fails."""
+    """Returns the result of a function, or the message of its error."""
     try:
         return act()
     except (OSError, RuntimeError) as error:

@@ -189,7 +189,7 @@ class StallWatch:
 
 
 def waiting_text(one: Mapping[str, Any], name_of: Callable[[int], str]) -> str:
-    """What a rank waits for, in words: the rank, what for, and the user's line that led there.
+    """Describes a rank's wait: for which rank, for what, and the user's line that led there.
 
     Args:
         one: an :func:`activity` with the rank that is waited for (``"waits"``).

@@ -16,7 +16,6 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple
@@ -115,8 +114,6 @@ class Holdings:
         self._parts: list[Sums] = []
         self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
         """By parameter and stage, the gradients of shared parameters on their way there."""
-        self._coming: Future[dict[str, Tensor | None]] | None = None
-        """By parameter, those on their way here."""
         self._are_summed = False
         self.held: list[ParameterUse] = []
         self.state_on_host: frozenset[int] = frozenset()
@@ -729,29 +726,6 @@ class Holdings:
             use.parameter.grad = _total(of_segments).clone() if of_segments else None
         self._parts = []
 
-    def begin_sums(self, submit: Callable[[Callable[[], Any]], Future[Any]]) -> None:
-        """Begins to receive what :meth:`sum_shared` adds up, beside this stage's last backward:
-        later stages have completed theirs.
-
-        Args:
-            submit: calls a function in a thread.
-        """
-        if self.device.type == "cpu":
-            # There the received gradient would be one more copy at the peak of the backward.
-            return
-        awaited = []
-        for use in self.shared.uses:
-            later = [stage for stage in self._sharers(use.parameter) if stage > self.stage]
-            if use.parameter.requires_grad and later and not self.channels.is_direct(later[0]):
-                awaited.append((use.name, later[0]))
-        if awaited:
-            self._coming = submit(lambda: {name: self._received(stage) for name, stage in awaited})
-
-    def _received(self, source: int) -> Tensor | None:
-        """The tensor that a stage has posted; in host memory."""
-        values: dict[str, Tensor | None] = dict(self.channels.shared.receive_values(source))
-        return values[""]
-
     def sum_shared(self, waits: bool = True) -> None:
         """Adds up the segments' gradients from the last to the first, from stage to stage, as their
         backwards run; the first holder has the sum.
@@ -786,7 +760,6 @@ class Holdings:
             else:
                 use.parameter.grad = total if is_alone(total) else total.clone()
         self.shared.sums.clear()
-        self._coming = None
 
     def _sharers(self, parameter: Tensor) -> list[int]:
         """The stages that add up a shared parameter's gradients, this one included. One that only
@@ -835,8 +808,7 @@ class Holdings:
         self, use: ParameterUse, source: int, waits: bool = True
     ) -> Tensor | None:
         if source > self.stage and not (waits and self.channels.is_direct(source)):
-            coming = self._coming.result() if self._coming is not None else {}
-            received = coming[use.name] if use.name in coming else self._received(source)
+            ((_, received),) = self.channels.shared.receive_values(source)
             return received.to(self.device) if received is not None else None
         lane = self.channels.shared if source > self.stage else self.channels
         if not lane.receive_object(source):

@@ -1,4 +1,4 @@
-"""What a device delivers: the time that its work takes, with all pauses in it.
+"""Estimates how fast a device works, with all pauses in its work.
 
 A CPU quota, a stopped virtual machine or another job does not make every layer slower: it stops the
 process for some milliseconds now and then. Medians of layers' times do not contain these pauses, so

@@ -24,7 +24,7 @@ MARGIN: Final = 1.05
 
 
 class Verdict(enum.Enum):
-    """What follows from the measured steps of a plan."""
+    """The judgement of a plan by its measured steps."""
 
     KEEP = "keep"
     """It is fast enough."""
@@ -98,7 +98,7 @@ class MemoryTrial:
         message = (
             "the plan of `MemoryCompression` is slower than recomputing all layers: a step took"
             f" {seconds_text(took)}{predicted}, and {seconds_text(expected)} are expected if all"
-            " layers are recomputed. They are from this step on, and the faster plan stays."
+            " layers are recomputed. That is done from this step on, and the faster plan stays."
         )
         return Verdict.TRY, other, message
 

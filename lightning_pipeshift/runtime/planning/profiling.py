@@ -49,7 +49,7 @@ _USUAL_COPIES: Final = 2
 """State values for each element of a parameter, if the optimizer is not known yet: Adam's."""
 
 _OUTSIDE: Final = "outside"
-"""What the timer calls the time from the end of a stage's part of a step to the next one."""
+"""The timer's name for the time between the ends and starts of a stage's steps."""
 
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
 _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)

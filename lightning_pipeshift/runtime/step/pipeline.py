@@ -1049,14 +1049,6 @@ class Pipeline:
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
         reports = partial(self._reporting.begin, given.wants_result, losses)
-        migration_late = migration.late if migration is not None else ()
-
-        def before_last_backward() -> None:
-            if migration is None and self.holdings is not None:
-                self.holdings.begin_sums(self._threads.submit)
-            if sums is not None and not given.accumulation.has_begun:
-                sums.arm(migration_late)
-
         return Step(
             function=given.step,
             microbatches=microbatches,
@@ -1064,7 +1056,11 @@ class Pipeline:
             shared=self.holdings.shared,
             losses=losses,
             after_last_forward=reports if self.is_last else None,
-            before_last_backward=before_last_backward,
+            before_last_backward=(
+                partial(sums.arm, migration.late if migration is not None else ())
+                if sums is not None and not given.accumulation.has_begun
+                else None
+            ),
             is_in_flight=self.channels.num_stages > 1 and len(microbatches) > 1,
             timers=profiler.timers(len(microbatches)) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
