@@ -26,9 +26,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 import lightning_pipeshift.lightning.run
-from lightning_pipeshift import MemoryCompression, Move, Plan, SwapAll
+from lightning_pipeshift import MemoryCompression, SwapAll
 from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
@@ -612,33 +611,6 @@ def test_lanes_of_a_plan_change_no_bit() -> None:
         assert [round(size / total, 1) for size in two.values()] == [0.2, 0.8]
         assert len(four) == 4
         assert sum(two.values()) == sum(four.values()) == total
-
-
-class MovesByHand(L.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            strategy = trainer.strategy
-            last = strategy.plan.placement.counts[0][0] - 1
-            strategy.migrate(Move(layer=strategy.layer_names[last], stage=1))
-
-
-def lanes_after_a_move(how: Mapping[str, Any]) -> tuple[Any, Any]:
-    trainer = quiet_trainer(how, max_epochs=1, callbacks=[MovesByHand()])
-    with pytest.MonkeyPatch.context() as patch:
-        # Whatever they are: a number that tells for which placement they were chosen.
-        patch.setattr(
-            Measured, "lane_shares", lambda self, plan: (0.1 * plan.placement.counts[0][0],) * 2
-        )
-        patch.setattr(Plan, "_check_lanes", lambda plan: None)
-        trainer.fit(built(SequentialMLP), loader("sequential", how, 2, num_batches=6))
-    plan = cast(Any, trainer.strategy).plan
-    return plan.placement.counts, plan.lane_shares
-
-
-def test_lanes_are_chosen_again_after_a_move() -> None:
-    for counts, shares in run_ranks(on_rank, 4, lanes_after_a_move, TWO, (), {}):
-        assert counts[0] == (2, 3)
-        assert shares == (0.1 * 2,) * 2
 
 
 class Doubles(L.Callback):

@@ -82,7 +82,6 @@ class Measured:
             weights_on_host=of_each("weights_on_host"),
         )
         if any(first.forward):
-            plan = replace(plan, lane_shares=self.lane_shares(plan))
             plan = replace(plan, prediction=self.prediction(plan))
         return plan
 
@@ -92,13 +91,8 @@ class Measured:
         return self._pipelines(plan).predicted(swaps, plan.lane_shares)
 
     def lane_shares(self, plan: Plan) -> tuple[float, ...]:
-        """The part of all gradient bytes that each lane is to carry, so that a plan's step is
-        shortest; empty if the step waits for all gradients, or there are none to send.
-        """
-        is_alone = len(self.ranks_of(plan)) == 1
-        if not self.profile.overlaps_updates or is_alone or plan.is_asynchronous:
-            return ()
-        return self._pipelines(plan).best_lane_shares()
+        """The part of all gradient bytes that each lane carries under a plan."""
+        return plan.lane_shares
 
     def problems(
         self, schedule: str, microbatches: int, policy: Policy | None, recompute: str = "auto"

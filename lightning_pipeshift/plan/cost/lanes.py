@@ -2,27 +2,23 @@
 
 The next forward needs the first layers first, and their gradients are ready last: a layer's slack,
 the time from its gradient to its next forward, grows from layer to layer. So lanes are given in
-call order: the most urgent one to the first layers, up to its share of the bytes, and so on. The
-shares are those with which the simulated step is shortest (Tsinghua's "method and system for
-accelerating distributed machine learning"; Geryon, INFOCOM 2020, section 4).
+call order: the most urgent one to the first layers, up to its share of the bytes, and so on
+(Tsinghua's "method and system for accelerating distributed machine learning"; Geryon, INFOCOM 2020,
+section 4). The shares are equal unless a plan gives others.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
-from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 
 PIECE_BYTES: Final = 4 << 20
 """A gradient is summed in pieces of about this size, which may travel on different lanes."""
 MOST_PIECES: Final = 8
-
-# Shares are searched in steps that get smaller.
-_STEPS: Final = (1 / 8, 1 / 16, 1 / 32)
 
 
 class Part(NamedTuple):
@@ -77,54 +73,3 @@ def equal_shares(gradient_bytes: Sequence[int]) -> tuple[float, ...]:
     """Returns equal shares for as many lanes as these layers have use for."""
     count = min(NUM_GRADIENT_CLASSES, sum(map(num_pieces, filter(None, gradient_bytes))) or 1)
     return (1 / count,) * count
-
-
-def best_shares(
-    gradient_bytes: Sequence[int], step_seconds: Callable[[Sequence[float]], float]
-) -> tuple[float, ...]:
-    """Returns the shares with which a step is shortest: equal ones, unless others are better.
-
-    Lanes that carry nothing are left out. Among shares that are equally good, those of more lanes
-    are kept: the simulation does not know the other jobs on the network.
-
-    Args:
-        gradient_bytes: of each layer, in call order.
-        step_seconds: the simulated step with given shares.
-    """
-    equal = equal_shares(gradient_bytes)
-    count = len(equal)
-    growing = tuple(2.0**lane / (2**count - 1) for lane in range(count))
-    seconds: dict[tuple[float, ...], float] = {}
-
-    def cost(limits: tuple[float, ...]) -> float:
-        if limits not in seconds:
-            seconds[limits] = step_seconds(_between(limits))
-        return seconds[limits]
-
-    usual = _limits(equal)
-    best = min((usual, _limits(growing)), key=cost)
-    for step in _STEPS:
-        improves = True
-        while improves:
-            improves = False
-            # One limit, or several next to each other.
-            for begin, end in combinations(range(count), 2):
-                for change in (-step, step):
-                    shifted = [min(max(limit + change, 0.0), 1.0) for limit in best[begin:end]]
-                    moved = (*best[:begin], *shifted, *best[end:])
-                    if sorted(moved) == list(moved) and cost(moved) < cost(best):
-                        best, improves = moved, True
-    if USUAL.close * cost(best) >= cost(usual):
-        return equal
-    used = {part.lane for parts in lanes_by_share(gradient_bytes, _between(best)) for part in parts}
-    # A share that no piece falls into goes to the next lane.
-    kept = [limit for lane, limit in enumerate(best) if lane in used]
-    return _between(tuple(kept) if count - 1 in used else tuple(kept[:-1]))
-
-
-def _limits(shares: Sequence[float]) -> tuple[float, ...]:
-    return tuple(accumulate(shares))[:-1]
-
-
-def _between(limits: Sequence[float]) -> tuple[float, ...]:
-    return tuple(b - a for a, b in zip((0.0, *limits), (*limits, 1.0), strict=True))

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from lightning_pipeshift.plan.cost.lanes import best_shares, equal_shares, lanes_by_share
+from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, sparing
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.overlap import (
@@ -189,10 +189,6 @@ class Pipelines:
         ]
         ring_ends_of = partial(self._network.ends, transfers)
         return overlapped(self._distinct, ring_ends_of, self.seconds_between)
-
-    def best_lane_shares(self) -> tuple[float, ...]:
-        """The shares of the lanes with which a step is shortest."""
-        return best_shares(self.gradient_bytes, self.overlapping_seconds)
 
     # Parts.
 

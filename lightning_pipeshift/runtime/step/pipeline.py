@@ -639,7 +639,7 @@ class Pipeline:
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
         self.planning.require_memory(plan)
-        self.adopt(self.planning.with_lanes(plan) if self.replicas.count > 1 else plan)
+        self.adopt(plan)
 
     def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
         """Prepares the move of layers for a plan."""

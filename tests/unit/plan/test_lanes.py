@@ -1,9 +1,8 @@
 """Lanes of gradients: their shares, and the simulation of steps that overlap with sums."""
 
-import itertools
-import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.lanes import (
     MOST_PIECES,
     PIECE_BYTES,
-    best_shares,
     equal_shares,
     lanes_by_share,
     num_pieces,
@@ -67,17 +65,6 @@ def test_equal_shares_are_as_many_as_there_are_pieces() -> None:
     assert equal_shares([0, 0]) == (1.0,)
     assert equal_shares([3 * PIECE_BYTES]) == (1 / 3,) * 3
     assert num_pieces(0) == 1
-
-
-def test_other_shares_are_chosen_only_if_they_are_faster() -> None:
-    sizes = [1] * 8
-    assert best_shares(sizes, lambda shares: 1.0) == (1 / 5,) * 5
-    # As fast as the first lane is small.
-    found = best_shares(sizes, lambda shares: 1.0 + shares[0])
-    assert math.isclose(sum(found), 1.0)
-    assert lanes_by_share(sizes, found)[0] == ((1.0, 0),)
-    # A lane that carries nothing is left out.
-    assert len(best_shares(sizes, lambda shares: 2.0 - max(shares))) == 1
 
 
 # --- the simulation ---
@@ -244,27 +231,6 @@ def test_rings_end_as_many_short_steps_of_time_say(seed: int) -> None:
     assert found == pytest.approx(slowly(cluster, ranks, cuts, transfers, ready, tick), abs=0.05)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_shares_are_as_good_as_the_best_of_all(seed: int) -> None:
-    draw = random.Random(seed)
-    profile = model(
-        [draw.choice([0.5, 1.0, 2.0]) for _ in range(6)],
-        [draw.choice([50, 100, 400]) for _ in range(6)],
-    )
-    hosts = Cluster(devices("a:X a:X b:X b:X"), outside=Link(0.0, 40.0))
-    first = draw.randint(2, 4)
-    lanes = planner(profile, hosts, [[0, 1], [2, 3]], [Cut((first, 6 - first))] * 2, 2)
-    found = lanes.overlapping_seconds(lanes.best_lane_shares())
-    total = sum(lanes.gradient_bytes)
-    limits = [sum(lanes.gradient_bytes[:i]) / total for i in range(7)]
-    best = min(
-        lanes.overlapping_seconds([b - a for a, b in itertools.pairwise([0.0, *inner, 1.0])])
-        for count in range(5)
-        for inner in itertools.combinations(limits[1:-1], count)
-    )
-    assert found <= 1.01 * best
-
-
 def test_overlap_makes_a_prediction_shorter_and_never_shorter_than_its_compute() -> None:
     for backward in (0.1, 2.0):
         plain = model([1.0] * 4, [300] * 4, backward)
@@ -280,29 +246,16 @@ def test_overlap_makes_a_prediction_shorter_and_never_shorter_than_its_compute()
 # --- in the plan ---
 
 
-def test_a_plan_has_the_lanes_where_updates_overlap() -> None:
-    hosts = Cluster(devices("a:X a:X b:X b:X"), outside=Link(0.0, 40.0))
-    ranks, cuts = [[0, 1], [2, 3]], [Cut((2, 2))] * 2
-
-    def made(overlaps: bool) -> Plan:
-        profile = model([1.0] * 4, [100] * 4, overlaps_updates=overlaps)
-        return Measured(profile, hosts, ranks).plan("1f1b", 2, cuts)
-
-    assert made(False).lane_shares == ()
-    plan = made(True)
-    assert len(plan.lane_shares) > 1
-    assert "gradient lanes" in str(plan)
-    read = Plan.from_json(plan.to_json())
-    assert read.lane_shares == pytest.approx(plan.lane_shares, rel=1e-3)
-    assert read.prediction is not None
-    # Those of one placement say nothing of another.
-    assert plan.with_placement(plan.placement).lane_shares == ()
-    asynchronous = Measured(model([1.0] * 4, [100] * 4, overlaps_updates=True), hosts, ranks).plan(
-        "async-2bw", 1, cuts
-    )
-    assert asynchronous.lane_shares == ()
-    alone = model([1.0] * 4, [100] * 4, overlaps_updates=True)
-    assert Measured(alone, hosts, [[0, 1]]).lane_shares(plan) == ()
+def test_a_plan_keeps_the_shares_that_it_was_given() -> None:
+    profile = model([1.0] * 4, [100] * 4, overlaps_updates=True)
+    measured = Measured(profile, TWO_HOSTS, [[0], [1]])
+    plan = measured.plan("1f1b", 2, [Cut((4,))] * 2)
+    assert plan.lane_shares == ()
+    assert "gradient lanes" not in str(plan)
+    fixed = replace(plan, lane_shares=(0.2, 0.8), prediction=None)
+    assert "gradient lanes, the most urgent first: 20.0%, 80.0%" in str(fixed)
+    assert Plan.from_json(fixed.to_json()) == fixed
+    assert fixed.with_placement(plan.placement).lane_shares == (0.2, 0.8)
 
 
 @pytest.mark.parametrize("shares", [[0.5, 0.4], [0.0, 1.0], [1.5, -0.5], [1 / 6] * 6])
