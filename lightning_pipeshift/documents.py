@@ -9,187 +9,57 @@ the value found, and the allowed values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, TypeVar
 
-from pydantic import AfterValidator, GetCoreSchemaHandler, Strict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic import ValidationError as PydanticError
-from pydantic_core import PydanticCustomError, core_schema
 
 from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.files import MOST_BYTES, parse_json, read_text, shortened
 
 T = TypeVar("T")
 
-# The types of our own errors: of a field's value, of a field, of an object.
-_VALUE: Final = "value"
-_FIELD: Final = "field"
-_OBJECT: Final = "object"
-_MISSING: Final = "missing_field"
 # What is allowed, by the types of pydantic's errors.
 _ALLOWED: Final = {
     "int_type": "a whole number",
-    "float_type": "a number (of at most 308 digits)",
+    "float_type": "a number",
+    "finite_number": "a number that is finite",
     "string_type": 'a text; a number goes in quotes, as "4090"',
+    "string_too_short": "a text that is not empty",
     "bool_type": "true or false",
     "tuple_type": "a list",
+    "too_short": "a list that is not empty",
     "dict_type": "an object",
+    "dataclass_type": "an object",
 }
-
-
-class Entry:
-    """How an object of a document is read into a dataclass: ``Annotated[Swap, Entry()]``.
-
-    A field whose type is a dataclass is read so without saying it.
-
-    Args:
-        optional: the fields that may be omitted; if not given, those that have a default.
-        types: of fields that are read otherwise than the class says, and of fields that are only
-            checked, because the class does not have them.
-    """
-
-    def __init__(self, optional: Collection[str] | None = None, **types: Any) -> None:
-        self._optional = optional
-        self._types = types
-
-    def __get_pydantic_core_schema__(
-        self, source: type[Any], handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        defaults = {field.name: field.default for field in fields(source)}
-        hints = get_type_hints(source, include_extras=True)
-        types = {**self._types, **{name: hints[name] for name in defaults}, **self._types}
-        optional = self._optional
-        if optional is None:
-            optional = [name for name, default in defaults.items() if default is not MISSING]
-
-        def read(value: Any, checked: Callable[[Any], dict[str, Any]]) -> Any:
-            allowed = ", ".join(types)
-            if not isinstance(value, dict):
-                raise _refusal(_OBJECT, f" is {shown(value)}; it must be an object with {allowed}")
-            for name in types:
-                if name not in value and name not in optional:
-                    raise _refusal(_MISSING, f" has no field {name!r}; add it")
-            for name in value:
-                if name not in types:
-                    text = f" has an unknown field {shortened(repr(name))}; allowed: {allowed}"
-                    raise _refusal(_OBJECT, text)
-            found = checked(value)
-            with _explained(_OBJECT):
-                return source(**{name: found[name] for name in defaults if name in found})
-
-        of_fields = {
-            name: core_schema.typed_dict_field(
-                handler.generate_schema(_strict(hint)), required=name not in optional
-            )
-            for name, hint in types.items()
-        }
-        return core_schema.no_info_wrap_validator_function(
-            read, core_schema.typed_dict_schema(of_fields)
-        )
-
-
-def made(make: Callable[[Any], Any]) -> AfterValidator:
-    """Metadata of a field's type: its value is made from the one that was read.
-
-    Args:
-        make: raises PipeShiftError if it refuses the value.
-    """
-
-    def read(value: Any) -> Any:
-        with _explained(_FIELD):
-            return make(value)
-
-    return AfterValidator(read)
-
-
-def check(is_allowed: Callable[[Any], bool], allowed: str) -> AfterValidator:
-    """Metadata of a field's type: which values it may have, and how to say that."""
-
-    def read(value: Any) -> Any:
-        if not is_allowed(value):
-            raise refusal(allowed)
-        return value
-
-    return AfterValidator(read)
-
-
-def refusal(allowed: str) -> PydanticCustomError:
-    """The error of a validator that refuses a field's value."""
-    return _refusal(_VALUE, allowed)
-
-
-def _refusal(kind: str, text: str) -> PydanticCustomError:
-    """An error whose text continues the name of a field or an object, or says what is allowed."""
-    return PydanticCustomError(kind, "{text}", {"text": text})
-
-
-@contextmanager
-def _explained(kind: str) -> Iterator[None]:
-    try:
-        yield
-    except PipeShiftError as error:
-        raise _refusal(kind, f": {error}") from error
-
-
-# Longer ones are no counts, and the longest do not fit a float.
-Whole = Annotated[
-    int, Strict(), check(lambda n: abs(n) < 10**18, "a whole number of at most 18 digits")
-]
-Number = Annotated[float, Strict()]
-Text = Annotated[str, Strict()]
-_STRICT: Final[dict[Any, Any]] = {
-    int: Whole,
-    float: Number,
-    str: Text,
-    bool: Annotated[bool, Strict()],
-}
-
-
-def _strict(hint: Any) -> Any:
-    """A type, read without conversions. None is no value of a document: it is the default of fields
-    that may be omitted.
-    """
-    if get_origin(hint) is Annotated:
-        return hint
-    if is_dataclass(hint):
-        return Annotated[hint, Entry()]
-    inside = tuple(
-        _strict(of) if of is not ... else of for of in get_args(hint) if of is not NoneType
-    )
-    if get_origin(hint) in (tuple, dict):
-        return get_origin(hint)[inside]
-    return _STRICT[hint] if hint in _STRICT else inside[0]
 
 
 class Document(Generic[T]):
-    """The reader of one kind of document.
+    """The reader and writer of one kind of document.
 
     Args:
         of: the dataclass that a document becomes.
         name: of the document, in errors.
         again: what to do if a document cannot be used, such as ``make the plan again``.
         version: the only one that is read; None: these documents have no version.
-        entry: as in :class:`Entry`.
     """
 
-    def __init__(
-        self, of: type[T], name: str, again: str = "", version: int | None = None, **entry: Any
-    ) -> None:
+    def __init__(self, of: type[T], name: str, again: str = "", version: int | None = None) -> None:
         self._of = of
         self._name = name
         self._again = again
         self._version = version
-        self._entry = Entry(**entry) if version is None else Entry(version=int, **entry)
 
     @cached_property
-    def _adapter(self) -> TypeAdapter[T]:
-        annotated: Any = Annotated[self._of, self._entry]
-        return TypeAdapter(annotated)
+    def _adapter(self) -> TypeAdapter[list[T]]:
+        # A list, as pydantic takes a configuration for dataclasses from what they are in.
+        return TypeAdapter(
+            list[self._of],  # type: ignore[name-defined]
+            config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False),
+        )
 
     def load(self, path: str | Path) -> T:
         """The value of a JSON document's file. Raises PlanError, naming the file."""
@@ -209,39 +79,59 @@ class Document(Generic[T]):
                 f" {self._again}"
             ) from error
 
-    def read(self, value: object) -> T:
+    def read(self, value: Any) -> T:
         """The value of a document that was parsed.
 
         Raises:
             PlanError: it is damaged, or of another version.
         """
         # Before the fields: those of another version may have other names.
-        version = value.get("version", self._version) if isinstance(value, dict) else self._version
-        if self._version is not None and version != self._version:
-            raise PlanError(
-                f"{self._name}: field 'version' is {shown(version)}; this PipeShift reads version"
-                f" {self._version}: {self._again}, or use the version that made it"
-            )
+        if self._version is not None and isinstance(value, dict):
+            version = value.get("version")
+            if version != self._version:
+                raise PlanError(
+                    f"{self._name}: field 'version' is {shown(version)}; this PipeShift reads"
+                    f" version {self._version}: {self._again}, or use the version that made it"
+                )
+            value = {name: part for name, part in value.items() if name != "version"}
         try:
-            return self._adapter.validate_python(value)
+            # As JSON: there pydantic takes lists for tuples, and still converts nothing else.
+            return self._adapter.validate_json(json.dumps([value], default=str))[0]
         except PydanticError as error:
             raise PlanError(self._message(error)) from None
+        except (PipeShiftError, TypeError, ValueError, RecursionError) as error:
+            raise PlanError(f"{self._name}: {error}") from error
+
+    def entries(self, value: T) -> dict[str, Any]:
+        """A value as what JSON has, with its version, without fields that have their default."""
+        found = self._adapter.dump_python([value], exclude_defaults=True, warnings=False)[0]
+        return found if self._version is None else {"version": self._version, **found}
 
     def _message(self, error: PydanticError) -> str:
         """The first error, with its place in the document."""
         first = error.errors(include_url=False)[0]
-        kind, text, place = first["type"], first["msg"], list(first["loc"])
+        kind, text, value = (
+            first["type"],
+            first["msg"].removeprefix("Value error, "),
+            first["input"],
+        )
+        place = list(first["loc"][1:])
         field = ""
-        if kind not in (_OBJECT, _MISSING):
-            # The last name, and its index in what has that name.
-            at = max(i for i, key in enumerate(place) if isinstance(key, str))
-            field = f": field {_path('', place[at:])!r}"
-            del place[at:]
-            if kind != _FIELD:
-                allowed = _ALLOWED.get(kind, text.removeprefix("Input should be "))
-                text = f" is {shown(first['input'])}; it must be {allowed}"
-        elif kind == _MISSING and self._again:
-            text += f", or {self._again}"
+        if kind == "missing":
+            text = f" has no field {place.pop()!r}; add it"
+            text += f", or {self._again}" if self._again else ""
+        elif kind == "unexpected_keyword_argument":
+            text = f" has an unknown field {shortened(repr(place.pop()))}; remove it"
+        elif kind == "value_error" and isinstance(value, dict):
+            text = f": {text}"
+        else:
+            if kind != "dataclass_type":
+                # The last name, and its index in what has that name.
+                at = max(i for i, key in enumerate(place) if isinstance(key, str))
+                field = f": field {_path('', place[at:])!r}"
+                del place[at:]
+            allowed = _ALLOWED.get(kind, text.removeprefix("Input should be "))
+            text = f" is {shown(value)}; it must be {allowed}"
         return _path(f"{self._name}: " if place else self._name, place) + field + text
 
 

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
+from pydantic import Field
+
 from lightning_pipeshift import files
-from lightning_pipeshift.documents import Document, Whole, check
+from lightning_pipeshift.documents import Document
 from lightning_pipeshift.errors import CheckpointError, PlanError
 from lightning_pipeshift.files import (
     delete,
@@ -173,15 +175,12 @@ def checksum(path: Path) -> int:
     return found
 
 
-_Count = Annotated[Whole, check(lambda n: n >= 0, "at least 0")]
-
-
 @dataclass(frozen=True)
 class MarkedFile:
     """A file of a checkpoint. ``crc32`` is missing if the file has checksums of its own."""
 
-    bytes: _Count
-    crc32: _Count | None = None
+    bytes: Annotated[int, Field(ge=0)]
+    crc32: Annotated[int, Field(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class Marker:
                 raise CheckpointError(f"{shortened(repr(name))} is not a plain name")
 
 
-_MARKER: Final = Document(Marker, "the marker", version=VERSION, format=str)
+_MARKER: Final = Document(Marker, "the marker", version=VERSION)
 
 
 def read_marker(folder: Path) -> Marker:
@@ -209,7 +208,7 @@ def read_marker(folder: Path) -> Marker:
     marker = folder / MARKER
     try:
         content = parse_json(read_bytes(marker))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.pop("format", "") != FORMAT:
             raise CheckpointError(f"{marker} is not the marker of a checkpoint of PipeShift.")
         if (version := content.get("version", VERSION)) != VERSION:
             raise CheckpointError(

@@ -399,7 +399,10 @@ def test_a_plan_for_another_cluster(
         ({"batch_shares": [1, -1]}, "'batch_shares'"),
         ({"batch_shares": [-1]}, "share -1"),
         ({"kinds": [[1]]}, r"'kinds\[0\]\[0\]' is 1; it must be a text"),
-        ({"prediction": {"costs": []}}, "no field 'of'; add it, or make the plan again"),
+        (
+            {"prediction": {"costs": []}},
+            "no field 'step_seconds'; add it, or make the plan again",
+        ),
     ],
 )
 def test_an_edited_plan_that_breaks_an_invariant(

@@ -33,38 +33,20 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import yaml  # type: ignore[import-untyped]
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 
-from lightning_pipeshift.documents import (
-    Document,
-    Entry,
-    Number,
-    Text,
-    Whole,
-    as_json,
-    check,
-    read_document,
-    refusal,
-    shown,
-)
+from lightning_pipeshift.documents import Document, as_json, read_document, shown
 from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.files import write_text
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
-from lightning_pipeshift.plan.inputs.profile import (
-    KindProfile,
-    LayerProfile,
-    Profile,
-    SharedWeights,
-)
-from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
-from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
+from lightning_pipeshift.plan.inputs.profile import Profile
 
 PROFILE_VERSION: Final = 1
 """Increased when an older version of the package can no longer read the files of this one."""
@@ -74,7 +56,6 @@ MOST_DEVICES: Final = 10_000
 
 # Of YAML; a cluster of that many devices needs no more.
 _MOST_YAML_BYTES: Final = 1 << 20
-_MOST_ENTRIES: Final = 100_000
 _MOST_DEPTH: Final = 20
 
 # The base unit first. Decimals, so that 5us is the same number as 5e-6.
@@ -123,50 +104,30 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def _require_limits(text: str) -> None:
-    """Refuses YAML that is short on disk and endless in memory: entries that contain themselves,
-    and nested references.
+    """Refuses YAML that is short on disk and endless in memory: references, and deep nesting.
 
     Raises:
-        PlanError: the text is such a document, or has too many entries.
+        PlanError: the text is such a document.
     """
-    sizes: dict[str, int] = {}
-    # For each open list or object: its anchor, and its number of entries, counted again at each
-    # reference.
-    open_ones: list[tuple[str | None, int]] = [(None, 0)]
+    depth = 0
     for event in yaml.parse(text, Loader=_Loader):
-        anchor = getattr(event, "anchor", None)
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_ones.append((anchor, 1))
-            if len(open_ones) > _MOST_DEPTH:
-                raise PlanError(f"the cluster has more than {_MOST_DEPTH} nested lists")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_ones.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            if any(anchor == other for other, _ in open_ones):
-                raise PlanError(f"the cluster: the entry &{anchor} contains itself")
-            size = sizes.get(str(anchor), 1)
-        elif isinstance(event, yaml.ScalarEvent):
-            size = 1
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        outer, count = open_ones.pop()
-        if count + size > _MOST_ENTRIES:
-            raise PlanError(f"the cluster has more than {_MOST_ENTRIES:,} entries")
-        open_ones.append((outer, count + size))
+        if isinstance(event, yaml.AliasEvent):
+            raise PlanError(
+                f"the cluster refers to an entry as *{event.anchor}; write the entry itself, or"
+                " use `count` and `hosts` for devices that are alike"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            raise PlanError(f"the cluster has more than {_MOST_DEPTH} nested lists")
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Writes a cluster for :func:`load_cluster`, atomically; consecutive equal devices on one
     line.
     """
-    document: dict[str, Any] = {
-        "devices": [
-            _device_entry(device, len(list(alike))) for device, alike in groupby(cluster.devices)
-        ]
-    }
+    devices = [_devices_entry(one, len(list(alike))) for one, alike in groupby(cluster.devices)]
+    document = _CLUSTER.entries(_ClusterEntry(tuple(devices)))
     links: dict[str, Any] = {
         name: _link_entry(link)
         for name, link in (("inside", cluster.inside), ("outside", cluster.outside))
@@ -181,7 +142,7 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
     if links:
         document["links"] = links
     text = yaml.dump(
-        document,
+        {**document, "devices": list(document["devices"])},  # YAML has no tuples
         Dumper=_Dumper,
         sort_keys=False,
         allow_unicode=True,
@@ -208,25 +169,19 @@ def _quantity(units: Mapping[str, Decimal], most: float = sys.float_info.max) ->
             with suppress(OverflowError):
                 found = float(value)
         if not 0 <= found <= most:  # false for NaN too
-            raise refusal(allowed)
+            raise ValueError(allowed)
         return found
 
     return PlainValidator(read)
 
 
-_Name = Annotated[Text, check(bool, "a text that is not empty")]
-_Count = Annotated[Whole, check(lambda n: n >= 1, "at least 1; omit devices that do not exist")]
-_Speed = Annotated[
-    Number,
-    check(lambda n: 0 < n < math.inf, "a number above 0; omit a device that computes nothing"),
-]
 _Bytes = Annotated[float, _quantity(_BYTES)]
 _Bandwidth = Annotated[float, _quantity(_BYTES_PER_SECOND)]
 _LinkBandwidth = Annotated[
     float,
     # A number may be infinite here: a link that takes no time is saved in this way.
     _quantity(_BYTES_PER_SECOND, most=math.inf),
-    check(bool, "above 0; write a very small one for a link that is down"),
+    Field(gt=0),  # a link that is down has a very small one
 ]
 _Latency = Annotated[float, _quantity(_SECONDS)]
 
@@ -235,11 +190,11 @@ _Latency = Annotated[float, _quantity(_SECONDS)]
 class _DevicesEntry:
     """Equal devices: ``count`` on the host, or on each of ``hosts`` hosts with numbered names."""
 
-    host: _Name
-    kind: Text = ""
-    hosts: _Count | None = None
-    count: _Count = 1
-    speed: _Speed = 1.0
+    host: Annotated[str, Field(min_length=1)]
+    kind: str = ""
+    hosts: Annotated[int, Field(gt=0)] | None = None
+    count: Annotated[int, Field(gt=0)] = 1
+    speed: Annotated[float, Field(gt=0)] = 1.0
     memory: _Bytes = 0.0
     free: _Bytes = 0.0
     host_memory: _Bytes = 0.0
@@ -249,13 +204,13 @@ class _DevicesEntry:
 
     def __post_init__(self) -> None:
         if 0 < self.memory < self.free:
-            raise PlanError(
+            raise ValueError(
                 f"field 'free' is {self.free:.0f} bytes; it must be at most the field 'memory',"
                 f" {self.memory:.0f} bytes"
             )
         if bool(self.host_memory) != bool(self.host_bandwidth):
             one, other = ("host_memory", "host_bandwidth")[:: 1 if self.host_memory else -1]
-            raise PlanError(
+            raise ValueError(
                 f"field {one!r} is {getattr(self, one):.0f}; it must be given together with"
                 f" {other!r}, both above 0, or not at all"
             )
@@ -303,15 +258,15 @@ class _LinkEntry:
 class _BetweenEntry(_LinkEntry):
     """A link between two hosts or two ranks."""
 
-    hosts: tuple[Text, ...] | None = None
-    ranks: tuple[Whole, ...] | None = None
+    hosts: tuple[str, ...] | None = None
+    ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if (self.hosts is None) == (self.ranks is None):
             found = "neither 'hosts' nor" if self.hosts is None else "both 'hosts' and"
-            raise PlanError(f"it has {found} 'ranks'; it must have one of the two fields")
+            raise ValueError(f"it has {found} 'ranks'; it must have one of the two fields")
         if self.latency is None and self.bandwidth is None:
-            raise PlanError(
+            raise ValueError(
                 "it has neither 'latency' nor 'bandwidth'; it must have at least one of the two"
                 " fields"
             )
@@ -332,7 +287,7 @@ class _ClusterEntry:
     def __post_init__(self) -> None:
         count = sum(entry.num_devices for entry in self.devices)
         if not 1 <= count <= MOST_DEVICES:
-            raise PlanError(
+            raise ValueError(
                 f"field 'devices' has {count:,} devices; a cluster has at least 1 device, and at"
                 f" most {MOST_DEVICES:,} devices in all"
             )
@@ -393,26 +348,19 @@ def _by_ends(
     return found
 
 
-def _device_entry(device: Device, count: int) -> dict[str, Any]:
-    """The fields that differ from an entry's defaults."""
-    entry: dict[str, Any] = {"host": device.host}
-    if device.kind:
-        entry["kind"] = device.kind
-    if count > 1:
-        entry["count"] = count
-    if device.speed != 1:
-        entry["speed"] = float(device.speed)
-    for name, number in (
-        ("memory", device.memory_bytes),
-        ("free", device.free_bytes),
-        ("host_memory", device.host_bytes if device.host_bandwidth else 0),
-        ("host_bandwidth", float(device.host_bandwidth) if device.host_bytes else 0.0),
-        ("copy_time", device.copy_seconds),
-        ("copy_time_per_byte", device.copy_seconds_per_byte),
-    ):
-        if number:
-            entry[name] = number
-    return entry
+def _devices_entry(device: Device, count: int) -> _DevicesEntry:
+    return _DevicesEntry(
+        device.host,
+        device.kind,
+        count=count,
+        speed=float(device.speed),
+        memory=device.memory_bytes,
+        free=device.free_bytes,
+        host_memory=device.host_bytes if device.host_bandwidth else 0,
+        host_bandwidth=float(device.host_bandwidth) if device.host_bytes else 0.0,
+        copy_time=device.copy_seconds,
+        copy_time_per_byte=device.copy_seconds_per_byte,
+    )
 
 
 def _link_entry(link: Link) -> dict[str, Any]:
@@ -421,46 +369,7 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 # --- a profile ---
 
-_Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
-_FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
-_WHERE_THERE: Final = (
-    "tensors",
-    "joins_next",
-    "waiting_bytes",
-    "working_bytes",
-    "buffer_bytes",
-    "update_bytes",
-)
-"""The fields of a layer that are written where there is something to write."""
-_Tensor = Annotated[SavedTensor, Entry(("spares",))]
-_Layer = Annotated[LayerProfile, Entry(_WHERE_THERE, tensors=tuple[_Tensor, ...])]
-_PROFILE: Final = Document(
-    Profile,
-    "the profile",
-    "measure the profile again",
-    PROFILE_VERSION,
-    optional=(
-        "num_accumulated",
-        "num_gradients",
-        "shared",
-        "overlaps_updates",
-        "state_stays",
-        "batch_bytes",
-        "updates_at_once",
-    ),
-    layers=tuple[_Layer, ...],
-    kinds=dict[str, Annotated[KindProfile, Entry(())]],
-    samples=Annotated[Number, check(lambda n: 0 < n < math.inf, "finite and above 0")],
-    microbatches=Annotated[
-        Whole, check(lambda n: 1 <= n <= MOST_MICROBATCHES, f"1 to {MOST_MICROBATCHES}")
-    ],
-    step_seconds=_Seconds,
-    optimizer_seconds_per_byte=_Seconds,
-    num_accumulated=_FromOne,
-    num_gradients=_FromOne,
-    shared=tuple[Annotated[SharedWeights, Entry(("num_bytes", "is_trained", "everywhere"))], ...],
-    batch_bytes=Annotated[Whole, check(lambda n: n >= 0, "at least 0")],
-)
+_PROFILE: Final = Document(Profile, "the profile", "measure the profile again", PROFILE_VERSION)
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -473,31 +382,4 @@ def load_profile(path: str | Path) -> Profile:
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Writes a profile for :func:`load_profile`, atomically; one layer per line."""
-    document = {
-        "version": PROFILE_VERSION,
-        "samples": profile.samples,
-        "microbatches": profile.microbatches,
-        "step_seconds": profile.step_seconds,
-        "optimizer_seconds_per_byte": profile.optimizer_seconds_per_byte,
-        "num_accumulated": profile.num_accumulated,
-        "num_gradients": profile.num_gradients,
-        "shared": [asdict(each) for each in profile.shared],
-        "overlaps_updates": profile.overlaps_updates,
-        "state_stays": profile.state_stays,
-        "batch_bytes": profile.batch_bytes,
-        "updates_at_once": profile.updates_at_once,
-        "layers": [_written(layer) for layer in profile.layers],
-        "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
-    }
-    write_text(path, as_json(document, ("layers", "kinds")))
-
-
-def _written(layer: LayerProfile) -> dict[str, Any]:
-    found = asdict(layer)
-    for tensor in found["tensors"]:
-        if not tensor["spares"]:
-            del tensor["spares"]
-    for name in _WHERE_THERE:
-        if not found[name]:
-            del found[name]
-    return found
+    write_text(path, as_json(_PROFILE.entries(profile), ("layers", "kinds")))

@@ -13,17 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-from lightning_pipeshift.documents import (
-    Document,
-    Entry,
-    Whole,
-    as_json,
-    made,
-    read_document,
-    shown,
-)
+from lightning_pipeshift.documents import Document, as_json, read_document, shown
 from lightning_pipeshift.errors import (
     ConfigurationError,
     PlanError,
@@ -344,10 +336,8 @@ class Plan:
     # Another plan.
 
     def with_placement(self, placement: Placement) -> Plan:
-        """The same plan with other owners, without what was found for the present ones: the
-        prediction and the lanes' shares.
-        """
-        return replace(self, placement=placement, prediction=None, lane_shares=())
+        """The same plan with other owners, without the prediction for the present ones."""
+        return replace(self, placement=placement, prediction=None)
 
     def is_like(self, other: Plan) -> bool:
         """Whether all ranks would act equally under the other plan."""
@@ -381,31 +371,15 @@ class Plan:
 
         The prediction is rounded, and contains a checksum of the plan for which it was made.
         """
-        document: dict[str, Any] = {
-            "version": FORMAT_VERSION,
-            "schedule": self.schedule,
-            "microbatches": self.microbatches,
-            "placement": self.placement.counts,
-        }
-        for name in (
-            "recompute",
-            "optimizer_on_host",
-            "weights_on_host",
-            "ranks",
-            "kinds",
-            "batch_shares",
-            "lane_shares",
-        ):
-            if getattr(self, name):
-                document[name] = getattr(self, name)
-        if self.swaps:
-            document["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
-        layers = [asdict(layer) for layer in self.layers]
-        if self.prediction is not None:
+        document = _DOCUMENT.entries(self)
+        document["placement"] = self.placement.counts
+        layers = document.pop("layers")
+        if document.pop("prediction", None):
+            assert self.prediction is not None
+            found = _rounded(asdict(self.prediction))
+            costs = found.pop("costs")
             of = _checksum({**document, "layers": layers})
-            prediction = _rounded(asdict(self.prediction))
-            costs = prediction.pop("costs")
-            document["prediction"] = {"of": of, **prediction, "costs": costs}
+            document["prediction"] = {"of": of, **found, "costs": costs}
         return as_json({**document, "layers": layers}, ("layers", "prediction", "costs"))
 
     @classmethod
@@ -414,14 +388,19 @@ class Plan:
 
         Raises PlanError, naming the field, for a document that is damaged or of another version."""
         value = _DOCUMENT.parse(text)
-        if isinstance(value, dict) and isinstance(prediction := value.get("prediction"), dict):
+        if isinstance(value, dict):
             rest = {name: value[name] for name in value if name != "prediction"}
-            if prediction.get("of", "") not in ("", _checksum(rest)):
-                log.warning(
-                    "PipeShift: the plan was edited after its prediction was made, so the "
-                    "prediction is ignored."
-                )
-                value = rest
+            if isinstance(prediction := value.get("prediction"), dict):
+                if prediction.pop("of", "") in ("", _checksum(rest)):
+                    rest["prediction"] = prediction
+                else:
+                    log.warning(
+                        "PipeShift: the plan was edited after its prediction was made, so the "
+                        "prediction is ignored."
+                    )
+            value = rest
+            if "placement" in value:
+                value["placement"] = {"counts": value["placement"]}
         return _DOCUMENT.read(value)
 
     def save(self, path: str | Path) -> None:
@@ -438,21 +417,7 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
 
-_DOCUMENT: Final = Document(
-    Plan,
-    "the plan",
-    "make the plan again",
-    FORMAT_VERSION,
-    placement=Annotated[tuple[tuple[Whole, ...], ...], made(Placement)],
-    prediction=Annotated[Prediction, Entry((), of=str)],
-)
-
-
-def _as_entry(swap: Swap) -> dict[str, Any]:
-    found = {name: value for name, value in asdict(swap).items() if value != ()}
-    if not swap.stays:
-        del found["stays"]
-    return found
+_DOCUMENT: Final = Document(Plan, "the plan", "make the plan again", FORMAT_VERSION)
 
 
 def _checksum(plan: dict[str, Any]) -> str:

@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +237,16 @@ class Profile:
 
     layers: tuple[LayerProfile, ...]
     kinds: dict[str, KindProfile] = field(default_factory=dict)
-    samples: float = 1.0
-    microbatches: int = 1
-    step_seconds: float = 0.0
-    optimizer_seconds_per_byte: float = 0.0
-    num_accumulated: int = 1
-    num_gradients: int = 1
+    samples: Annotated[float, Field(gt=0)] = 1.0
+    microbatches: Annotated[int, Field(gt=0, le=MOST_MICROBATCHES)] = 1
+    step_seconds: Annotated[float, Field(ge=0)] = 0.0
+    optimizer_seconds_per_byte: Annotated[float, Field(ge=0)] = 0.0
+    num_accumulated: Annotated[int, Field(gt=0)] = 1
+    num_gradients: Annotated[int, Field(gt=0)] = 1
     shared: tuple[SharedWeights, ...] = ()
     overlaps_updates: bool = False
     state_stays: str = ""
-    batch_bytes: int = 0
+    batch_bytes: Annotated[int, Field(ge=0)] = 0
     updates_at_once: bool = False
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, Final
 
-from lightning_pipeshift.documents import Document, check
+from pydantic import Field
+
+from lightning_pipeshift.documents import Document
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.files import parse_json, read_text, remove_leftovers, write_text
 from lightning_pipeshift.plan.document.moves import Move
@@ -69,7 +71,7 @@ class _MoveEntry:
 
 @dataclass(frozen=True)
 class _RequestEntry:
-    moves: Annotated[tuple[_MoveEntry, ...], check(bool, "a list of at least 1 move")]
+    moves: Annotated[tuple[_MoveEntry, ...], Field(min_length=1)]
 
 
 _REQUEST_DOCUMENT: Final = Document(_RequestEntry, "the request")
