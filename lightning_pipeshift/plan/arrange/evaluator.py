@@ -29,7 +29,7 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
-from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
@@ -339,11 +339,13 @@ class Evaluator:
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""
         recomputation = self._recomputation(workload)
-        solutions = programme_of(hindered, recomputation.seconds).fastest(1, slack=0.0)
+        programme = PartitionDP.of(hindered, recomputation.seconds)
+        # The pace that it minimises is that of single stages; neighbours wait for each other, too.
+        solutions = programme.fastest(*((8, 0.2) if hindered.objective.is_pace else (1, 0.0)))
         cuts = recomputation.cuts([solution.counts for solution in solutions])
         if not cuts:
             raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")
-        return cuts[0]
+        return min(cuts, key=hindered.estimate)
 
     def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
         """The layers per stage, if they are fixed."""

@@ -1,8 +1,7 @@
 """The fastest cuts for a given order of the stages, exactly: dynamic programming.
 
-(For schedules of steps; ``pace_programming`` is for asynchronous pipelines.) Stages work in
-parallel, so a step takes the time of one microbatch through all of them and back, plus the time of
-the slowest stage (or link), the *pace*, for each other microbatch. This is
+Stages work in parallel, so a step takes the time of one microbatch through all of them and back,
+plus the time of the slowest stage (or link), the *pace*, for each other microbatch. This is
 :meth:`Workload.estimate`::
 
     seconds = sum of the stages and links + (microbatches - 1) * pace
@@ -13,6 +12,8 @@ solution's own pace to just below it, along the Pareto front of (pace, sum), unt
 compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible
 pace.)
 
+An asynchronous pipeline counts as a step of very many microbatches: its pace decides.
+
 In this estimate every stage waits for all others. Another one, of the same form, lets it compute
 meanwhile; its best cuts are often better, and the simulator chooses among those of both.
 """
@@ -21,11 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from lightning_pipeshift.plan.cost.workload import Numbers, Workload
-from lightning_pipeshift.plan.partition.pace_programming import PaceDP
 from lightning_pipeshift.plan.partition.ranges import (
     Solution,
     least_chain,
@@ -33,10 +34,8 @@ from lightning_pipeshift.plan.partition.ranges import (
     ranges_of,
 )
 
-
-def programme_of(workload: Workload, again: Numbers) -> PartitionDP | PaceDP:
-    """The dynamic programme for a workload's objective; see :meth:`PartitionDP.of`."""
-    return (PaceDP if workload.objective.is_pace else PartitionDP).of(workload, again)
+_ENDLESS: Final = 1000
+"""The number of microbatches that stands for an asynchronous pipeline's minibatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,8 @@ class PartitionDP:
         there, back = workload.payload_seconds[:, None], workload.gradient_seconds[:, None]
         sums[:-1] += there + back
         paces[:-1] = np.maximum(paces[:-1], np.maximum(there, back))
-        return cls(sums, paces, workload.microbatches)
+        is_endless = workload.objective.is_pace
+        return cls(sums, paces, _ENDLESS if is_endless else workload.microbatches)
 
     def fastest(self, most: int, slack: float = 0.05) -> list[Solution]:
         """The best solution, and others of the Pareto front of pace and sum.

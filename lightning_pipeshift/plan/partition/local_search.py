@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut, Workload
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, programme_of
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
@@ -56,13 +56,13 @@ def best_cut(
     is_boundless = not np.isfinite(workload.usable_bytes).any()
     is_needless = recompute == "auto" and is_boundless
     recomputation = Recomputation(workload, "none" if is_needless else recompute)
-    programme = programme_of(workload, recomputation.seconds)
+    programme = PartitionDP.of(workload, recomputation.seconds)
     candidates = [solution.counts for solution in programme.fastest(effort.cuts_improved)]
     if not candidates:
         raise nothing_fits(workload, recompute)
     search = _Search(workload, recomputation, effort)
     search.add(candidates)
-    if isinstance(programme, PartitionDP):
+    if not workload.objective.is_pace:
         hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
         search.add(solution.counts for solution in hiding.fastest(effort.cuts_improved))
     # The even cut, so that the result is never worse than that.

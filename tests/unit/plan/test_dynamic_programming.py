@@ -5,6 +5,7 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.dynamic_programming import (
     PartitionDP,
 )
+from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 from tests.unit.plan.workloads import all_cuts, fastest_cuts, random_workload, workload
 
 
@@ -49,7 +50,7 @@ def test_nothing_fits():
 
 def test_brute_force():
     for seed in range(500):
-        given = random_workload(seed)
+        given = random_workload(seed, schedule=sorted(SYNCHRONOUS)[seed % 3])
         expected = min(map(given.estimate, all_cuts(given, "none")), default=None)
         found = fastest_cuts(given)
         assert bool(found) == (expected is not None), f"seed {seed}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_pipeshift.plan.cost.workload import Cut, Workload
-from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
 
@@ -148,7 +148,7 @@ def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
     recomputation, the best first.
     """
     fits = bytes_held(workload, "none") <= workload.usable_bytes[:, None, None]
-    programme = programme_of(workload, np.where(fits, 0.0, np.inf))
+    programme = PartitionDP.of(workload, np.where(fits, 0.0, np.inf))
     return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 

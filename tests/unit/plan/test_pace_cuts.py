@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.local_search import best_cut
-from tests.unit.plan.workloads import all_counts, all_cuts, fastest_cuts, random_workload, workload
+from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
 
 
 def endless(*args, schedule="async", **kwargs):
@@ -34,10 +33,9 @@ def endless(*args, schedule="async", **kwargs):
     ],
 )
 def test_by_hand(given, counts, seconds):
-    best = fastest_cuts(given)[0]
+    best = best_cut(given)
     assert best.counts == counts
     assert given.estimate(best) == given.step_seconds([best])[0] == seconds
-    assert best_cut(given) == best
 
 
 @pytest.mark.parametrize("schedule", ["async", "async-2bw"])
@@ -60,13 +58,12 @@ def test_brute_force(schedule):
 def test_a_cut_is_as_good_as_any_of_many_layers():
     for seed in range(10):
         given = random_workload(seed, num_stages=4, num_layers=40, schedule="async", tight=False)
-        again = np.zeros((4, 41, 41))
-        (best,) = programme_of(given, again).fastest(1)
+        (best,) = given.step_seconds([best_cut(given)])
         draw = np.random.default_rng(seed)
         inner = np.sort(draw.choice(sorted(given.allowed or range(1, 40)), (500, 3)), axis=1)
         bounds = np.pad(inner, ((0, 0), (1, 1)), constant_values=(0, 40))
         others = given.step_seconds([Cut(tuple(row)) for row in np.diff(bounds).tolist()])
-        assert best.seconds <= min(others) * (1 + 1e-8), f"seed {seed}"
+        assert best <= min(others) * (1 + 1e-8), f"seed {seed}"
 
 
 def test_recomputation_takes_its_time_on_a_stage_that_would_be_idle_in_a_step():
