@@ -1,1 +1,1 @@
-"""Schedules: the actions of each stage, the communication between them, and their checker."""
+"""Schedules: the actions of each stage, and the communication between them."""

@@ -1,8 +1,4 @@
-"""Runs a schedule without a clock: finds a possible order of its actions, and how far it gets.
-
-The checker needs how far it gets, the simulator needs the order; both use this module, so that they
-agree on which action waits for which.
-"""
+"""Runs a schedule without a clock: finds a possible order of its actions, and how far it gets."""
 
 from lightning_pipeshift.plan.schedule.actions import Action, Schedule, route_of
 

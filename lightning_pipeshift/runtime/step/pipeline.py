@@ -53,7 +53,6 @@ from lightning_pipeshift.plan.inputs.flow import call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
-from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
     forward_only,
@@ -129,9 +128,7 @@ def _lowered(
 ) -> Schedule:
     make = forward_only if name == "forward" else schedule_named(name)
     schedule = make(num_stages, num_microbatches)
-    schedule = with_communication(with_recomputation(schedule, recomputing))
-    check(schedule)
-    return schedule
+    return with_communication(with_recomputation(schedule, recomputing))
 
 
 class _Seen(NamedTuple):

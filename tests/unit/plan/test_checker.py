@@ -2,7 +2,7 @@ import pytest
 
 from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.plan.schedule.actions import parse_row
-from lightning_pipeshift.plan.schedule.checker import check
+from tests.unit.plan.schedule_checker import check
 
 
 def schedule(*rows):

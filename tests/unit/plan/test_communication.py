@@ -3,14 +3,15 @@ import itertools
 import pytest
 
 from lightning_pipeshift.plan.schedule.actions import format_row, parse_row
-from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
     SCHEDULES,
     forward_only,
     gpipe,
     one_forward_one_backward,
+    with_recomputation,
 )
+from tests.unit.plan.schedule_checker import check
 
 
 def table(schedule):
@@ -67,8 +68,16 @@ def test_empty_rows_stay():
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
 def test_every_schedule_passes_the_check(schedule):
+    """The runtime checks no schedule: whatever it runs is among these."""
     for num_stages, num_microbatches in itertools.product(range(1, 7), range(1, 10)):
-        check(with_communication(schedule(num_stages, num_microbatches)))
+        rows = schedule(num_stages, num_microbatches)
+        for recomputing in range(num_stages + 1):
+            again = (
+                rows if schedule is forward_only else with_recomputation(rows, range(recomputing))
+            )
+            check(with_communication(again))
+        if schedule is not forward_only:
+            check(with_communication(with_recomputation(rows, range(1, num_stages, 2))))
 
 
 def test_each_receive_is_one_compute_action_early():

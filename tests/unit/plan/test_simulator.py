@@ -6,7 +6,6 @@ import pytest
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock, columns, simulate
 from lightning_pipeshift.plan.schedule.actions import parse_row
-from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
     forward_only,
@@ -14,6 +13,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     one_forward_one_backward,
     with_recomputation,
 )
+from tests.unit.plan.schedule_checker import check
 
 
 def costs(forward, backward, payload=0.0, gradient=0.0):

@@ -1,8 +1,7 @@
-"""Proves, before a schedule runs, that it runs every action once, and neither deadlocks nor leaks.
+"""Proves of a schedule that it runs every action once, and neither deadlocks nor leaks.
 
-A wrong schedule would hang a cluster, or train on part of the batch. So every schedule is checked,
-including those made by PipeShift: the check takes milliseconds. The error message draws the whole
-grid, with an arrow at the wrong action.
+A wrong schedule would hang a cluster, or train on part of the batch. The error message draws the
+whole grid, with an arrow at the wrong action.
 """
 
 from collections import Counter
