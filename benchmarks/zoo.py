@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from benchmarks.measuring import arguments, commit, print_table, save
 from benchmarks.zoo_models import Case
 from benchmarks.zoo_training import Fit, Trained
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-from lightning_pipeshift.testing.splits import Split, every_split, random_cut, some_splits
+from lightning_pipeshift.testing.splits import Split, random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
 
 PRELOADED = ["lightning.pytorch", "lightning_pipeshift", "benchmarks.zoo_training"]
@@ -369,10 +370,12 @@ def main() -> None:
     preloaded = [*PRELOADED, *LIBRARY_MODULES[options.library]]
     cuts = ["measured", "random"] if options.cuts == "both" else [options.cuts]
     with Workers(max([1, *options.stages]), preloaded) as workers:
-        combine = every_split if options.every_split else some_splits
+        splits = some_splits(options.stages, cuts, options.schedules)
+        if options.every_split:
+            splits = [Split(*each) for each in product(options.stages, cuts, options.schedules)]
         sweep = Sweep(
             workers,
-            combine(options.stages, cuts, options.schedules),
+            splits,
             options.steps,
             options.limit_seconds,
             options.plain,

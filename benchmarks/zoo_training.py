@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ from benchmarks import zoo_models
 from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-from lightning_pipeshift.testing.bits import differences, digest_of
+from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.training import QUIET, Watcher, loader_of
 
 MICROBATCHES = 2
@@ -283,3 +285,14 @@ def _plain_step(built: Built, optimizer: Optimizer, slices: list[Batch]) -> None
     for part in slices:
         (built.loss(built.model, part) / len(slices)).backward()
     optimizer.step()
+
+
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """A checksum of names, shapes and bits."""
+    checksum = hashlib.sha256()
+    for name, tensor in state.items():
+        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        checksum.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return checksum.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import TypeVar
@@ -11,15 +10,6 @@ import torch
 from torch import Tensor
 
 Name = TypeVar("Name", str, tuple[str, str])
-
-
-def digest_of(state: Mapping[str, Tensor]) -> str:
-    """A checksum of names, shapes and bits."""
-    checksum = hashlib.sha256()
-    for name, tensor in state.items():
-        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        checksum.update(_bits(tensor).numpy().tobytes())
-    return checksum.hexdigest()
 
 
 def differences(state: Mapping[Name, Tensor], others: Mapping[Name, Tensor]) -> dict[Name, float]:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection as mp_connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.testing.workers import (
@@ -136,34 +136,6 @@ def _sections(headline: str, trace: str, output: str, max_lines: int) -> str:
 # --------------------------------------------------------------------------------------------------
 # A function as the ranks of one job
 # --------------------------------------------------------------------------------------------------
-
-
-@overload
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = ...,
-    grace: float = ...,
-    cwd: Path | None = ...,
-    env: Mapping[str, str] | None = ...,
-    expect_failure: Literal[False] = ...,
-    **kwargs: Any,
-) -> list[Any]: ...
-
-
-@overload
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = ...,
-    grace: float = ...,
-    cwd: Path | None = ...,
-    env: Mapping[str, str] | None = ...,
-    expect_failure: Literal[True],
-    **kwargs: Any,
-) -> list[Outcome]: ...
 
 
 def run_ranks(

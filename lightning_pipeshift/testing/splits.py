@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from itertools import product
 from typing import NamedTuple
 
 CUTS = ("measured", "random", "uniform")
@@ -48,13 +47,6 @@ def some_splits(
         for i, num_stages in enumerate(stages)
         for j, cut in enumerate(cuts)
     ]
-
-
-def every_split(
-    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
-) -> list[Split]:
-    """All combinations."""
-    return [Split(*values) for values in product(stages, cuts, schedules)]
 
 
 def random_cut(

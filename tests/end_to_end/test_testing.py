@@ -40,10 +40,10 @@ from lightning_pipeshift.testing import (
     check_model,
 )
 from lightning_pipeshift.testing import workers as workers_module
-from lightning_pipeshift.testing.bits import differences, digest_of
+from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.checking import PRELOADED, splits_of
 from lightning_pipeshift.testing.ranks import warm_server
-from lightning_pipeshift.testing.splits import every_split, random_cut, some_splits
+from lightning_pipeshift.testing.splits import random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
 
 LIMIT_SECONDS = 240.0
@@ -130,13 +130,11 @@ def test_a_difference_is_one_of_bits() -> None:
     state = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([0.0, float("nan")])}
     same = {name: value.clone() for name, value in state.items()}
     assert differences(state, same) == {}
-    assert digest_of(state) == digest_of(same)
     same["a"][1] = torch.nextafter(same["a"][1], torch.tensor(0.0))
     same["b"][0] = -0.0
     found = differences(state, same)
     assert 0 < found["a"] < 1e-6
     assert "b" in found
-    assert digest_of(state) != digest_of(same)
     assert differences(state, {"a": state["a"]}) == {"b": float("inf")}
 
 
@@ -154,7 +152,6 @@ def test_some_splits_have_every_pair_of_values() -> None:
     assert len(found) == 4
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert len({(split[one], split[other]) for split in found}) == 4
-    assert len(every_split(*values)) == 8
 
 
 # --- models ---
