@@ -306,7 +306,7 @@ def main(arguments: Sequence[str]) -> None:
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
-        step_samples=float(options.batch_size or profile.samples * profile.microbatches),
+        step_samples=float(options.batch_size or profile.num_samples),
         policy=Planned() if budgets is not None else None,
     )
     plan_and_show(profile, within(cluster, budgets), request, Path(options.out))

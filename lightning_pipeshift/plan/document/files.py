@@ -447,6 +447,7 @@ _PROFILE: Final = Document(
         "state_stays",
         "batch_bytes",
         "updates_at_once",
+        "batch_samples",
     ),
     layers=tuple[_Layer, ...],
     kinds=dict[str, Annotated[KindProfile, Entry(())]],
@@ -460,6 +461,7 @@ _PROFILE: Final = Document(
     num_gradients=_FromOne,
     shared=tuple[Annotated[SharedWeights, Entry(("num_bytes", "is_trained", "everywhere"))], ...],
     batch_bytes=Annotated[Whole, check(lambda n: n >= 0, "at least 0")],
+    batch_samples=Annotated[Number, check(lambda n: 0 <= n < math.inf, "finite and at least 0")],
 )
 
 
@@ -486,6 +488,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "state_stays": profile.state_stays,
         "batch_bytes": profile.batch_bytes,
         "updates_at_once": profile.updates_at_once,
+        "batch_samples": profile.batch_samples,
         "layers": [_written(layer) for layer in profile.layers],
         "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }

@@ -964,6 +964,7 @@ class Pipeline:
             given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
+        self.planning.batch_samples = float(sum(size for _, size in slices))
         self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         state = module_signature(self.root)
         traces = self._traces(keys, slices, given.step, state, in_flight=len(slices))
@@ -1062,7 +1063,7 @@ class Pipeline:
                 else None
             ),
             is_in_flight=self.channels.num_stages > 1 and len(microbatches) > 1,
-            timers=profiler.timers(len(microbatches)) if is_measured else {},
+            timers=profiler.timers(sizes) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
