@@ -299,7 +299,9 @@ class Profiler:
             self._held_before, self.is_undone = held, False
         if times:
             self._times_before = times
-            self._work_before = [self._num_timed * self._mean_size * seconds for seconds in self._work]
+            self._work_before = [
+                self._num_timed * self._mean_size * seconds for seconds in self._work
+            ]
         self._own = own
 
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:
