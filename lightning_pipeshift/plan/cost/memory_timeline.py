@@ -235,9 +235,9 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     lent: dict[int, Changes] = {}
     for to, members in transfers.items():
         moving, owners = np.array([size for size, _ in members]), [index for _, index in members]
-        each, index = np.unique(np.outer(moving, sizes), return_inverse=True)
+        each, which = np.unique(np.outer(moving, sizes), return_inverse=True)
         known = np.array([links.seconds(stage, to, size) for size in each.tolist()])
-        seconds = known[index].reshape(len(moving), len(sizes))
+        seconds = known[which].reshape(len(moving), len(sizes))
         out_end = _first_come_first_served(made[owners], seconds)
         # The fetches are the same in reversed time: as late as possible.
         back_begin = -_first_come_first_served(-used[owners], seconds)

@@ -32,8 +32,8 @@ def test_sizes_are_those_of_a_run(samples, microbatches):
 
 def test_each_microbatch_takes_its_own_time():
     """Two layers of 1 s for a sample forward and 2 s backward, a stage each. With 3 and 2 samples:
-    F0 0-3, F1 3-5 on the first; F0 3-6, B0 6-12, F1 12-14, B1 14-18 on the last; the first ends with
-    B0 12-18 and B1 18-22. With two microbatches of 2.5 samples it would end after 22.5 s.
+    F0 0-3, F1 3-5 on the first; F0 3-6, B0 6-12, F1 12-14, B1 14-18 on the last; the first ends
+    with B0 12-18 and B1 18-22. With two microbatches of 2.5 samples it would end after 22.5 s.
     """
     model = replace(profile(2), samples=1.0)
     cluster = Cluster(devices("a:X a:X"))
