@@ -95,6 +95,7 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     stages_without_work,
 )
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
+from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
@@ -310,6 +311,7 @@ class Pipeline:
         self.step_seconds: float | None = None
         """The seconds between the starts of the last two steps."""
         self._begun: float | None = None
+        self._prediction_check = PredictionCheck(self.planning, self.messages)
         # Whether this rank requests the end of the run, and whether all ranks know that one does.
         self.asks_to_end = self.is_to_end = False
         self.recorder_of_actions: Recorder | None = None
@@ -944,6 +946,7 @@ class Pipeline:
     def _note_begin(self) -> None:
         now = time.perf_counter()
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+        self._prediction_check.note(self._plan, self.step_seconds)
 
     # --- training ---
 
