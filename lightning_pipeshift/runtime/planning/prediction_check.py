@@ -43,16 +43,15 @@ class PredictionCheck:
         """
         if self._is_over or plan is None or step_seconds is None:
             return
-        self._plan = self._plan or plan
+        first = self._plan = self._plan or plan
         self._seconds.append(step_seconds)
         planning, seconds = self._planning, self._seconds[_WARM_UP_STEPS:]
         is_enough = planning.is_measured if planning.measures else len(seconds) >= _NUM_STEPS
-        self._is_over = is_enough or not plan.is_like(self._plan)
-        if seconds and is_enough and plan.is_like(self._plan):
+        self._is_over = is_enough or not plan.is_like(first)
+        if seconds and is_enough and plan.is_like(first):
             measured = planning.measured if planning.measures else None
-            took = recent(seconds, len(seconds)).mean
-            if text := difference(self._plan, took, measured):
-                self._messages.append(text)
+            text = difference(first, recent(seconds, len(seconds)).mean, measured)
+            self._messages.extend([text] if text else [])
 
 
 def difference(plan: Plan, took: float, measured: Measured | None) -> str:
