@@ -16,7 +16,7 @@ from lightning_pipeshift.text import seconds_text
 _TOLERANCE: Final = 0.2
 """The relative difference from which on it is worth a message."""
 
-_WARM_UP_STEPS, _NUM_STEPS = 3, 20
+_WARM_UP_STEPS, _NUM_STEPS, _MOST_STEPS = 3, 20, 1000
 
 
 class PredictionCheck:
@@ -47,7 +47,7 @@ class PredictionCheck:
         self._seconds.append(step_seconds)
         planning, seconds = self._planning, self._seconds[_WARM_UP_STEPS:]
         is_enough = planning.is_measured if planning.measures else len(seconds) >= _NUM_STEPS
-        self._is_over = is_enough or not plan.is_like(first)
+        self._is_over = is_enough or not plan.is_like(first) or len(seconds) >= _MOST_STEPS
         if seconds and is_enough and plan.is_like(first):
             measured = planning.measured if planning.measures else None
             text = difference(first, recent(seconds, len(seconds)).mean, measured)
