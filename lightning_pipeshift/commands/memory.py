@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
 from lightning_pipeshift.commands.planning import add_budgets
-from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.cost.workload import Cut
@@ -29,9 +28,6 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_budgets(parser)
-    parser.add_argument(
-        "--picture", action=Removed, advice="Omit it: the text that is printed draws the same."
-    )
     return parser
 
 

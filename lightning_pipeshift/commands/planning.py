@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
-from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, some_of
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
@@ -220,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=_number,
         metavar="N",
         help="samples of a step, however many virtual machines (replicas of the pipeline) share"
         " them; by default those of the profile's batch",
@@ -242,11 +241,6 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         default="auto",
         help="of the host's memory, for each rank (auto)",
-    )
-    parser.add_argument(
-        "--solver",
-        action=Removed,
-        advice="Omit it: the search found cuts at least as fast as the integer programme's.",
     )
 
 
@@ -276,8 +270,14 @@ def budgets_of(options: argparse.Namespace) -> Budgets | None:
     )
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def _number_or_auto(text: str) -> Any:
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else _number(text)
 
 
 def command() -> None:
@@ -306,7 +306,7 @@ def main(arguments: Sequence[str]) -> None:
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
-        step_samples=float(options.batch_size or profile.samples * profile.microbatches),
+        step_samples=float(options.batch_size or profile.num_samples),
         policy=Planned() if budgets is not None else None,
     )
     plan_and_show(profile, within(cluster, budgets), request, Path(options.out))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
-from lightning_pipeshift.commands.removed_options import Removed
 from lightning_pipeshift.files import printable
 from lightning_pipeshift.timeline.recording import Recording
 from lightning_pipeshift.timeline.text import draw
@@ -23,11 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "file", type=Path, metavar="RUN.json", help="`pipeshift/timeline-STEP.json` of a run"
-    )
-    parser.add_argument(
-        "--png",
-        action=Removed,
-        advice="Omit it to print the drawing, or open the file in https://ui.perfetto.dev.",
     )
     with brief_errors():
         options = parser.parse_args(sys.argv[2:] if arguments is None else arguments)

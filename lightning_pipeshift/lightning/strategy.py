@@ -488,8 +488,7 @@ class PipeShiftStrategy(ParallelStrategy):
             return None
         profile, cluster = planning.measured.profile, planning.measured.cluster
         policy = self._memory_request.policy if self._memory_request is not None else None
-        samples = profile.samples * profile.microbatches
-        return profile, cluster, self._options.request(samples, policy)
+        return profile, cluster, self._options.request(profile.num_samples, policy)
 
     @property
     def _memory_request(self) -> MemoryRequest | None:

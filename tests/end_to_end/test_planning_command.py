@@ -17,16 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift import (
-    ConfigurationError,
     PipeShiftError,
     PipeShiftStrategy,
     Plan,
     PlanError,
 )
-from lightning_pipeshift.commands import measuring as measuring_command
-from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
-from lightning_pipeshift.commands import timeline as timeline_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -66,18 +62,31 @@ def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tup
     return str(out), Plan.load(out)
 
 
-def test_options_that_are_gone_say_what_to_do(
+@pytest.mark.parametrize("given", ["0", "-4", "many"])
+def test_a_step_has_at_least_one_sample(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        plan_for(tmp_path, "devices:\n- {host: a, kind: big}\n", f"--batch-size={given}")
+    assert f"argument --batch-size: '{given}' is not a whole number" in capsys.readouterr().err
+
+
+def test_the_samples_of_a_step_that_its_microbatches_do_not_divide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"`--solver` is no option any more\. Omit it"):
-        plan_for(tmp_path, "devices:\n- {host: a, kind: big}\n", "--solver", "search")
-    with pytest.raises(ConfigurationError, match="`--solver` is no option any more"):
-        measuring_command.main(["--config", "c.yaml", "--solver=milp"])
-    with pytest.raises(ConfigurationError, match=r"`--picture` is no option any more\. Omit it"):
-        memory_command.main(["--config", "c.yaml", "--picture", "memory.png"])
-    with pytest.raises(SystemExit):
-        timeline_command.main(["timeline-1.json", "--png", "step.png"])
-    assert "`--png` is no option any more. Omit it" in capsys.readouterr().err
+    """They have 3, 3, 2 and 2 samples. In units of 20 ms, a sample's forward on a stage::
+
+    stage 0   F0 0-3, F1 3-6,  B0 12-18, F2 18-20, B1 21-27, F3 27-29, B2 29-33, B3 35-39
+    stage 1   F0 3-6, B0 6-12, F1 12-15, B1 15-21, F2 21-23, B2 23-27, F3 29-31, B3 31-35
+    """
+    cluster = "devices:\n- {host: a, kind: big, count: 2}\n"
+    given = {"samples": 3.0, "microbatches": 4, "batch_samples": 10.0}
+    fixed = ("--virtual-machines", "1", "--microbatches", "4")
+    _, plan = plan_for(tmp_path, cluster, *fixed, **given)
+    assert "a step has 10 samples" in capsys.readouterr().out
+    assert plan.prediction is not None
+    # Four equal microbatches of 2.5 samples would take 750 ms.
+    assert plan.prediction.step_seconds == pytest.approx(0.78, abs=2e-3)
 
 
 def test_machines_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

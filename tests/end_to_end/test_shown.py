@@ -5,12 +5,16 @@ profiler's report.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
+from lightning_pipeshift import LayerMigration
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
 from tests.models import LayersOfItsOwn, points
@@ -94,3 +98,32 @@ def test_every_rank_writes_its_profilers_report(
     for text in run_ranks(report, 2, kind, rows, cwd=tmp_path):
         assert "[PipeShift] wait for other stages" in text
         assert "PipeShiftStrategy.training_st" in text
+
+
+def told_of_predictions(schedule: str, watched: bool) -> list[str]:
+    """What a run of a plan says that predicts a step of a nanosecond; twice as many steps are run
+    as are compared.
+    """
+    how: dict[str, Any] = {"partition": [2, 2], "schedule": schedule}
+    how |= {} if schedule == "async" else {"microbatches": 2}
+    first = quiet_trainer({"pipeshift": how}, devices=2, max_epochs=1)
+    first.fit(LayersOfItsOwn(), points(8))
+    costs = Costs((1e-10, 1e-10), (2e-10, 2e-10), (0.0,), (0.0,))
+    plan = replace(first.strategy.plan, prediction=Prediction((costs,), 1e-9))
+    heard = Heard()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(heard)
+    callbacks: list[Any] = [LayerMigration(patience=5)] if watched else []
+    second = quiet_trainer(
+        {"pipeshift": {"plan": plan}}, devices=2, max_epochs=46, callbacks=callbacks
+    )
+    second.fit(LayersOfItsOwn(), points(8))
+    return [message for message in heard.messages if "and the plan predicted" in message]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_plan_that_predicted_other_steps_is_told_once(schedule: str, watched: bool) -> None:
+    [message], nothing = run_ranks(told_of_predictions, 2, schedule, watched)
+    assert nothing == []
+    assert "and the plan predicted 0.001 µs: " in message
+    assert ("mostly, " in message) is watched

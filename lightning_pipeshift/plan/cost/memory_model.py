@@ -219,7 +219,8 @@ class Footprints:
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
                 loads[-1] = replace(loads[-1], sent_bytes=round(workload.payload_bytes[end]))
                 if (timed, stage) not in self._moments:
-                    self._moments[timed, stage] = moments_of(timeline.computed[stage], loads)
+                    row, sizes = timeline.computed[stage], workload.sizes
+                    self._moments[timed, stage] = moments_of(row, loads, sizes)
                 moments = self._moments[timed, stage]
                 self._effects[key] = effects(stage, moments, loads, self._links)
             found.append(self._effects[key])
@@ -234,7 +235,7 @@ class Footprints:
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
             + float(workload.shared_bytes[begin, end])
-            + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
+            + workload.sizes[0] * float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             + batches[stage]
             + momentary[stage]
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))

@@ -200,6 +200,8 @@ class Moments(NamedTuple):
     """Its backward ends: they are freed."""
     rerun: Numbers
     """The stage recomputes them, in an action of its own or at the start of the backward."""
+    sizes: Numbers
+    """(microbatches,): how large each is, relative to the mean."""
 
 
 def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Links) -> Effects:
@@ -211,8 +213,8 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
         loads: its layers, in call order.
         links: the links for swapped tensors.
     """
-    begun, made, used, freed, rerun = moments
-    here, host = _Sum(), _Sum()
+    begun, made, used, freed, rerun, sizes = moments
+    here, host = _Sum(sizes), _Sum(sizes)
 
     table = [
         (load.kept_bytes, load.again_bytes, load.input_bytes, load.sent_bytes) for load in loads
@@ -233,14 +235,15 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     lent: dict[int, Changes] = {}
     for to, members in transfers.items():
         moving, owners = np.array([size for size, _ in members]), [index for _, index in members]
-        known = {size: links.seconds(stage, to, size) for size in dict.fromkeys(moving.tolist())}
-        seconds = np.array([known[size] for size in moving.tolist()])
+        each, which = np.unique(np.outer(moving, sizes), return_inverse=True)
+        known = np.array([links.seconds(stage, to, size) for size in each.tolist()])
+        seconds = known[which].reshape(len(moving), len(sizes))
         out_end = _first_come_first_served(made[owners], seconds)
         # The fetches are the same in reversed time: as late as possible.
         back_begin = -_first_come_first_served(-used[owners], seconds)
         late = max(late, float((out_end - back_begin).max(initial=0.0)))
-        begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made[owners]
-        there = host if to == HOST else _Sum()
+        begin = out_end - seconds if np.isfinite(seconds).all() else made[owners]
+        there = host if to == HOST else _Sum(sizes)
         here.add(begun[owners], freed[owners], moving)
         # Held until the send is complete, and again from the start of the fetch.
         here.add(np.maximum(back_begin, out_end), out_end, moving)
@@ -271,9 +274,10 @@ def traces(
 
 
 class _Sum:
-    """Collects changes."""
+    """Collects changes of microbatches with given relative sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Numbers) -> None:
+        self._sizes = sizes
         self._comes: list[tuple[Numbers, Numbers]] = []
         self._goes: list[tuple[Numbers, Numbers]] = []
 
@@ -283,11 +287,11 @@ class _Sum:
         Args:
             begin: (tensors, microbatches).
             end: likewise.
-            num_bytes: (tensors,).
+            num_bytes: (tensors,), of a microbatch of mean size.
         """
         held = num_bytes > 0
         if held.any() and begin.size:
-            sizes = np.repeat(num_bytes[held], begin.shape[1])
+            sizes = np.outer(num_bytes[held], self._sizes).ravel()
             self._comes.append((begin[held].ravel(), sizes))
             self._goes.append((end[held].ravel(), -sizes))
 
@@ -300,14 +304,17 @@ class _Sum:
         return np.concatenate(moments), np.concatenate(sizes)
 
 
-def moments_of(row: TimedRow, loads: Sequence[LayerLoad]) -> Moments:
+def moments_of(
+    row: TimedRow, loads: Sequence[LayerLoad], sizes: Sequence[float] = (1.0,)
+) -> Moments:
     """The times at which each layer's saved tensors are allocated and freed.
 
     Args:
         row: the stage's compute actions.
         loads: its layers, in call order.
+        sizes: of all microbatches, relative to the mean; one entry if all are equal.
     """
-    forwards, backwards, again = row.actions.held
+    forwards, backwards, again, numbers = row.actions.held
     start, end = row.starts[forwards], row.ends[forwards]
     back_start, back_end = row.starts[backwards], row.ends[backwards]
     rerun = np.where(again < 0, math.inf, row.starts[again])
@@ -318,7 +325,8 @@ def moments_of(row: TimedRow, loads: Sequence[LayerLoad]) -> Moments:
     freed = back_start + backward_ends[:, None] * back_length
     begun = np.concatenate([start[None], made[:-1]])
     used = np.concatenate([freed[1:], back_start[None]])
-    return Moments(begun, made, used, freed, np.minimum(used, rerun))
+    held_sizes = np.array(sizes)[numbers % len(sizes)]
+    return Moments(begun, made, used, freed, np.minimum(used, rerun), held_sizes)
 
 
 def _ends(seconds: Sequence[float]) -> list[float]:
@@ -334,13 +342,13 @@ def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
 
     Args:
         ready: of each tensor and microbatch, when it may start; (tensors, microbatches).
-        seconds: the duration of each tensor's transfer; (tensors,).
+        seconds: the duration of each transfer; likewise.
     """
     order = np.argsort(ready, axis=None, kind="stable")
     # In a loop and not by cumulative sums, so that equal times remain exactly equal.
     free = -math.inf
     ends = []
-    takes = np.repeat(seconds, ready.shape[1])[order].tolist()
+    takes = seconds.ravel()[order].tolist()
     for moment, taken in zip(ready.ravel()[order].tolist(), takes, strict=True):
         free = (free if free > moment else moment) + taken
         ends.append(free)

@@ -54,7 +54,7 @@ class _Run:
     def __init__(self, workload: Workload, cut: Cut) -> None:
         self._workload = workload
         self._bounds = list(pairwise(cut.bounds))
-        self._costs = columns(workload.costs(cut))
+        self._costs = columns(*workload.costs_by_size(cut))
         self._clock: Clock = workload.clock_for(any(self._costs[-1]))
         self.begins = [0.0] * workload.num_stages
         self.ends = list(self.begins)
@@ -71,7 +71,7 @@ class _Run:
         def first_forward(stage: int, start: float) -> float:
             now = start
             begin, end = self._bounds[stage]
-            layers = self._workload.forward[stage, begin:end].tolist()
+            layers = (self._workload.sizes[0] * self._workload.forward[stage, begin:end]).tolist()
             outside: float = self._costs[0][stage] - sum(layers)
             for layer, seconds in enumerate(layers, begin):
                 now = max(now, updated[layer]) + seconds
@@ -102,7 +102,7 @@ def gradients_ready(
     """
     ready = np.zeros(workload.num_layers)
     for stage, (moment, (begin, end)) in enumerate(zip(ends, bounds, strict=True)):
-        seconds = workload.backward[stage, begin:end]
+        seconds = workload.sizes[-1] * workload.backward[stage, begin:end]
         # Of the stage's layers, the first one's gradient is ready last.
         ready[begin:end] = moment - (np.cumsum(seconds) - seconds)
     return ready

@@ -95,19 +95,19 @@ class Actions(tuple[Action, ...]):
 
     @cached_property
     def held(self) -> NDArray[np.intp]:
-        """(3, N): of each microbatch that has a backward, in the order of the forwards, the places
-        of its forward, its backward and its recomputation; the latter is -1 if there is none.
+        """(4, N): of each microbatch that has a backward, in the order of the forwards, the places
+        of its forward, its backward and its recomputation (-1 if there is none), and its number.
         """
         of: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
         for place, action in enumerate(self):
             of[action.kind][action.microbatch] = place
         backwards, again = of[Kind.BACKWARD], of[Kind.RECOMPUTE]
         places = [
-            (place, backwards[number], again.get(number, -1))
+            (place, backwards[number], again.get(number, -1), number)
             for number, place in of[Kind.FORWARD].items()
             if number in backwards
         ]
-        held: NDArray[np.intp] = np.array(places, dtype=np.intp).reshape(-1, 3).T
+        held: NDArray[np.intp] = np.array(places, dtype=np.intp).reshape(-1, 4).T
         return held
 
 
@@ -186,7 +186,8 @@ class _Step(NamedTuple):
     column: int
     """The field of :class:`Costs` with its duration."""
     entry: int
-    """Its index in that field: a place or a boundary."""
+    """Its index in that field: a place or a boundary; in a smaller microbatch, after all of those
+    of the larger ones."""
     link: tuple[int, int] | None = None
     """For a transfer, the stages that it goes from and to: one after the other."""
 
@@ -216,11 +217,15 @@ class Clock:
         schedule: the actions.
         is_endless: whether further minibatches follow each other as they do in these 1F1B rows, so
             that what counts is the pace.
+        num_larger: how many microbatches come before those of another size, which have costs of
+            their own (see :func:`columns`); ``None``: all are equal.
 
     Raises ScheduleError if the schedule deadlocks.
     """
 
-    def __init__(self, schedule: Schedule, is_endless: bool = False) -> None:
+    def __init__(
+        self, schedule: Schedule, is_endless: bool = False, num_larger: int | None = None
+    ) -> None:
         if all(action.kind.is_compute for row in schedule for action in row):
             schedule = with_communication(schedule)
         order = execution_order(schedule)
@@ -228,6 +233,7 @@ class Clock:
             raise ScheduleError("the schedule deadlocks; check() draws where")
         self.schedule = schedule
         self.is_endless = is_endless
+        self.num_larger = num_larger
         self.num_stages = len(schedule)
         self.route = route_of(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
@@ -236,18 +242,19 @@ class Clock:
         for stage, index in order:
             action = schedule[stage][index]
             place = self.route.index(Place(stage, action.chunk))
+            is_smaller = num_larger is not None and action.microbatch >= num_larger
             if action.kind.is_compute:
                 needed = action.receive_needed(stage, self.route)
                 waits = arrivals[stage, needed] if needed else -1
-                self._steps.append(_Step(stage, action, waits, _COLUMN[action.kind], place))
+                entry = place + is_smaller * self.route.num_places
+                self._steps.append(_Step(stage, action, waits, _COLUMN[action.kind], entry))
             elif action.kind.is_send and (there := action.counterpart(stage, self.route)):
                 number = arrivals[there] = len(arrivals)
                 # The boundary between places b and b + 1 is number b.
                 boundary = min(place, place + action.kind.properties.neighbour)
+                entry = boundary + is_smaller * (self.route.num_places - 1)
                 link = (stage, there[0])
-                self._steps.append(
-                    _Step(stage, action, number, _COLUMN[action.kind], boundary, link)
-                )
+                self._steps.append(_Step(stage, action, number, _COLUMN[action.kind], entry, link))
         self._num_arrivals = len(arrivals)
 
     @cached_property
@@ -256,8 +263,9 @@ class Clock:
         last: dict[tuple[int, ...], int] = {}
         arrived: dict[int, int] = {}
         # The first row of each kind, with the fields of Costs concatenated.
-        by_place, by_boundary = self.route.num_places, self.route.num_places - 1
-        first_row = (0, by_place, 2 * by_place, 2 * by_place + by_boundary, 4 * by_place - 2)
+        sizes = 1 if self.num_larger is None else 2
+        by_place, by_boundary = sizes * self.route.num_places, sizes * (self.route.num_places - 1)
+        first_row = np.cumsum([0, by_place, by_place, by_boundary, by_boundary]).tolist()
         needs, waves, rows = [(0, 0)], [0], [0]
         members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
         for number, step in enumerate(self._steps, 1):
@@ -388,14 +396,20 @@ def clock(
     num_stages: int,
     num_microbatches: int,
     recomputing: frozenset[int] = frozenset(),
+    num_larger: int | None = None,
 ) -> Clock:
     """Returns the clock of a schedule by its name; cached."""
     schedule = simulated_rows(name, num_stages, num_microbatches)
-    return Clock(with_recomputation(schedule, recomputing), name in ASYNCHRONOUS)
+    return Clock(with_recomputation(schedule, recomputing), name in ASYNCHRONOUS, num_larger)
 
 
-def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule | Clock, costs: Costs, *smaller: Costs) -> Timeline:
     """The timeline of a schedule; adds communication if there is none.
+
+    Args:
+        schedule: the actions.
+        costs: of each microbatch.
+        smaller: of the smaller ones, if the clock has some.
 
     Raises ScheduleError if the schedule deadlocks, or if the costs are of another number of stages.
     """
@@ -407,7 +421,7 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
             f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
             " they must agree"
         )
-    computed, sent, busy = timed.rows_of(columns(costs))
+    computed, sent, busy = timed.rows_of(columns(costs, *smaller))
     step_seconds = end_seconds = max(float(row.ends[-1]) if row else 0.0 for row in computed)
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
@@ -424,15 +438,21 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
     )
 
 
-def columns(costs: Costs) -> tuple[tuple[float, ...], ...]:
-    """The costs by field, as :meth:`Clock.run` takes them."""
-    return (
-        costs.forward_seconds,
-        costs.backward_seconds,
-        costs.payload_seconds,
-        costs.gradient_seconds,
-        costs.recompute_seconds or (0.0,) * costs.num_stages,
-    )
+def columns(*costs: Costs) -> tuple[tuple[float, ...], ...]:
+    """The costs by field, as :meth:`Clock.run` takes them: those of the larger microbatches, and
+    then of the smaller ones, if there are any.
+    """
+    by_size = [
+        (
+            each.forward_seconds,
+            each.backward_seconds,
+            each.payload_seconds,
+            each.gradient_seconds,
+            each.recompute_seconds or (0.0,) * each.num_stages,
+        )
+        for each in costs
+    ]
+    return tuple(sum(fields, ()) for fields in zip(*by_size, strict=True))
 
 
 def _peak_in_flight(row: Row) -> int:

@@ -6,8 +6,9 @@ stage and layer. All solvers take it as their input, so that they can be compare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -107,6 +108,10 @@ class Workload:
         usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
+        sizes: of each microbatch, relative to their mean, the larger first; one entry if all are
+            equal. Everything else here is for one of mean size, but ``momentary_bytes``.
+        once_seconds: (3, S) the part of a forward, a backward and a transfer after a stage that
+            does not depend on the size of the microbatch.
         num_accumulated: how many minibatches make an update of an asynchronous pipeline.
         batch_bytes: a microbatch's part of the batch.
         allowed: the boundaries that may be cut; ``None``: all.
@@ -134,6 +139,8 @@ class Workload:
     usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
+    sizes: tuple[float, ...] = (1.0,)
+    once_seconds: Numbers = field(default_factory=lambda: np.zeros((3, 1)))
     num_accumulated: int = 1
     batch_bytes: float = 0.0
     allowed: frozenset[int] | None = None
@@ -153,6 +160,14 @@ class Workload:
         if self.objective.is_pace:
             return batches_held(self.schedule, self.num_stages, 1)
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
+
+    @property
+    def sizes_in_flight(self) -> Numbers:
+        """(S,): the sizes of these microbatches together, relative to the mean size."""
+        if len(self.sizes) == 1:
+            return np.array(self.in_flight, dtype=np.float64)
+        # The first ones are the largest.
+        return np.array([math.fsum(self.sizes[:count]) for count in self.in_flight])
 
     @property
     def objective(self) -> Objective:
@@ -190,26 +205,37 @@ class Workload:
 
     # The costs of a cut.
 
-    def costs(self, cut: Cut) -> Costs:
-        """Returns the costs of a cut, for the simulator."""
-        table = [tuple(map(float, field[:, 0])) for field in self._columns([cut])]
+    def costs(self, cut: Cut, size: float = 1.0) -> Costs:
+        """Returns the costs of a cut, for a microbatch of a size relative to the mean."""
+        table = [tuple(map(float, field[:, 0])) for field in self._columns([cut], size)]
         forward, backward, payload, gradient, again = table
         return Costs(forward, backward, payload, gradient, again if any(again) else ())
 
-    def _columns(self, cuts: Sequence[Cut]) -> tuple[Numbers, ...]:
+    def costs_by_size(self, cut: Cut) -> list[Costs]:
+        """The costs of a cut for each different size of its microbatches, the larger first."""
+        return [self.costs(cut, size) for size in dict.fromkeys(self.sizes)]
+
+    def _columns(self, cuts: Sequence[Cut], size: float = 1.0) -> tuple[Numbers, ...]:
         """The fields of :class:`Costs` for many cuts: a row for each stage or boundary, a column
-        for each cut.
+        for each cut; for a microbatch of a size relative to the mean.
         """
         bounds = self._bounds(cuts)
         stages = np.arange(self.num_stages)[:, None]
         begins, ends, links = bounds[:-1], bounds[1:], stages[:-1]
         # A stage without layers runs none of the user's code: it forwards the payload.
         runs = (begins < ends) | (stages == self.num_stages - 1)
+        forward_once, backward_once, message_once = self.once_seconds[..., None]
 
-        def sums(ends_of: LongNumbers, extra: Numbers) -> Numbers:
+        def sized(seconds: Numbers, once: Numbers) -> Numbers:
+            return seconds if size == 1 else size * seconds + (1 - size) * once
+
+        def sums(ends_of: LongNumbers, extra: Numbers, once: Numbers) -> Numbers:
             layers = np.asarray(ends_of[stages, ends] - ends_of[stages, begins], float)
-            whole: Numbers = layers + extra[:, None] * runs
-            return whole
+            return sized(layers + extra[:, None] * runs, once * runs)
+
+        def sent(seconds: Numbers) -> Numbers:
+            crossing: Numbers = seconds[links, ends[:-1]]
+            return sized(crossing, message_once[: len(links)] * (crossing > 0))
 
         # Seconds of recomputation: in actions of its own, or in the middle of the backward.
         again, inside = np.zeros((2, self.num_stages, len(cuts)))
@@ -221,16 +247,16 @@ class Workload:
                     chosen[number, layer] -= part
             layers = np.arange(self.num_layers)
             owners = (ends[:-1, :, None] <= layers).sum(axis=0)
-            seconds = chosen * self.forward[owners, layers]
+            seconds = size * chosen * self.forward[owners, layers]
             at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
             waits = np.array([[s in self.recomputing] for s in range(self.num_stages)])
             total = np.diff(at_bounds, axis=1).T
             again, inside = np.where(waits, total, 0.0), np.where(waits, 0.0, total)
         return (
-            sums(self._forward_ends, self.forward_extra),
-            sums(self._backward_ends, self.backward_extra) + inside,
-            self.payload_seconds[links, ends[:-1]],
-            self.gradient_seconds[links, ends[:-1]],
+            sums(self._forward_ends, self.forward_extra, forward_once),
+            sums(self._backward_ends, self.backward_extra, backward_once) + inside,
+            sent(self.payload_seconds),
+            sent(self.gradient_seconds),
             again,
         )
 
@@ -262,7 +288,7 @@ class Workload:
     @cached_property
     def kept_bytes(self) -> Numbers:
         """(S, L): held for layer l by stage s, if it is not recomputed."""
-        held: Numbers = self.fixed_bytes + np.array(self.in_flight)[:, None] * self.saved_bytes
+        held: Numbers = self.fixed_bytes + self.sizes_in_flight[:, None] * self.saved_bytes
         return held
 
     @cached_property
@@ -273,10 +299,10 @@ class Workload:
         A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
         for the one whose backward is next.
         """
-        in_flight = np.array(self.in_flight)[:, None]
-        freed = (in_flight - 1) * self.saved_bytes - in_flight * self.input_bytes
+        in_flight, largest = self.sizes_in_flight[:, None], self.sizes[0]
+        freed = (in_flight - largest) * self.saved_bytes - in_flight * self.input_bytes
         recomputes = np.array([[s in self.recomputing] for s in range(self.num_stages)])
-        possible: Numbers = (freed + self.outside_bytes) * recomputes
+        possible: Numbers = (freed + largest * self.outside_bytes) * recomputes
         return possible
 
     def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
@@ -301,9 +327,9 @@ class Workload:
         e, at ``[s, b, e]``: memory that is reserved, and for each microbatch in flight the payload
         that was sent, until the stage's backward begins.
         """
-        in_flight = np.array(self.in_flight)[:, None, None]
+        in_flight = self.sizes_in_flight[:, None, None]
         received, sent = self.payload_bytes[:, None], self.payload_bytes
-        held: Numbers = passing_bytes(received, sent) + in_flight * sent
+        held: Numbers = self.sizes[0] * passing_bytes(received, sent) + in_flight * sent
         return held
 
     @cached_property
@@ -383,12 +409,13 @@ class Workload:
         A recomputation that takes no time has no effect: one clock is enough for all cuts.
         """
         again = self.recomputing if recomputes else frozenset()
-        return clock(self.schedule, self.num_stages, self.microbatches, again)
+        num_larger = self.sizes.count(self.sizes[0]) if len(self.sizes) > 1 else None
+        return clock(self.schedule, self.num_stages, self.microbatches, again, num_larger)
 
     def timeline(self, cut: Cut) -> Timeline:
         """The times of a cut's actions."""
-        costs = self.costs(cut)
-        return simulate(self.clock_for(bool(costs.recomputing_stages)), costs)
+        costs = self.costs_by_size(cut)
+        return simulate(self.clock_for(bool(costs[0].recomputing_stages)), *costs)
 
     def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
         """The simulated time of a step, or of a minibatch in an asynchronous pipeline, for each of
@@ -396,7 +423,9 @@ class Workload:
         """
         seconds: list[float] = []
         for begin in range(0, len(cuts), AT_ONCE):
-            columns = self._columns(cuts[begin : begin + AT_ONCE])
+            some = cuts[begin : begin + AT_ONCE]
+            by_size = [self._columns(some, size) for size in dict.fromkeys(self.sizes)]
+            columns = [np.concatenate(each) for each in zip(*by_size, strict=True)]
             seconds += self.clock_for(bool(columns[-1].any())).step_seconds(columns).tolist()
         return seconds
 
@@ -430,7 +459,24 @@ class Workload:
 
     def with_microbatches(self, microbatches: int, schedule: str | None = None) -> Workload:
         """The same layers in another schedule."""
-        return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)
+        sizes = self.sizes if microbatches == self.microbatches else (1.0,)
+        schedule = schedule or self.schedule
+        return replace(self, microbatches=microbatches, sizes=sizes, schedule=schedule)
+
+
+def relative_sizes(samples: float, microbatches: int) -> tuple[float, ...]:
+    """The sizes of a batch's microbatches relative to their mean: the first ones have a sample
+    more if the number does not divide the batch. One entry if all are equal.
+
+    Args:
+        samples: of the batch.
+        microbatches: their number.
+    """
+    size, rest = divmod(round(samples), microbatches)
+    if not rest or not size or abs(samples - round(samples)) > 1e-6:
+        return (1.0,)
+    counts = [size + 1] * rest + [size] * (microbatches - rest)
+    return tuple(count * microbatches / round(samples) for count in counts)
 
 
 def window_bytes(sizes: Sequence[float]) -> float:
@@ -536,15 +582,19 @@ def workload_of(
         ranks: the virtual machine's, in stage order.
         schedule: by name.
         microbatches: of a step.
-        samples: of a microbatch; those of the profile if ``None``. Times and bytes of activations
-            are proportional to it; the cost of an action outside its layers is constant.
+        samples: of a microbatch, on average; those of the profile's batch if ``None``. Times and
+            bytes of activations are proportional to it; the cost of an action outside its layers is
+            constant.
         allowed: the boundaries to choose from, of those that may be cut; ``None``: all of them.
     """
     possible = profile.possible_cuts
     if possible is not None:
         allowed = possible if allowed is None else allowed & possible
     times = [profile.times_on(cluster.devices[rank]) for rank in ranks]
-    share = 1.0 if samples is None else samples / profile.samples
+    if samples is None:
+        samples = profile.batch_samples / microbatches or profile.samples
+    share = samples / profile.samples
+    sizes = relative_sizes(samples * microbatches, microbatches)
     layers = profile.layers
     last = len(ranks) - 1
 
@@ -558,8 +608,11 @@ def workload_of(
 
     payload, _ = crossing_bytes(profile, share)
     crossing = np.zeros((2, last, len(layers) + 1))
+    once = np.zeros((3, len(ranks)))
+    once[:2] = np.transpose([(t.action_forward, t.action_backward) for t in times])
     for stage, pair in enumerate(pairwise(ranks)):
         crossing[:, stage] = crossing_seconds(profile, cluster.link(*pair), share)
+        once[2, stage] = cluster.link(*pair).latency_seconds
 
     updates = updates_per_backward(schedule, len(ranks), profile.num_accumulated)
     update = updates * profile.optimizer_seconds_per_byte
@@ -590,12 +643,14 @@ def workload_of(
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
         outside_bytes=of_layers("outside_bytes", share),
-        momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, share),
+        momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, sizes[0] * share),
         payload_bytes=np.array([*payload[:-1], 0.0]),
         shared_bytes=profile.shared_bytes,
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,
+        sizes=sizes,
+        once_seconds=once,
         num_accumulated=profile.num_accumulated,
         batch_bytes=share * profile.batch_bytes,
         allowed=allowed,

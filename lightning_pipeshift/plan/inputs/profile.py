@@ -219,8 +219,9 @@ class Profile:
     Args:
         layers: in call order.
         kinds: for each kind of device on which the layers were measured.
-        samples: how many samples a microbatch had.
+        samples: of the microbatch to which seconds and bytes belong: the largest of a step.
         microbatches: how many microbatches a step had.
+        batch_samples: of all of them; 0 if all had ``samples``.
         step_seconds: of a step outside its actions (the loop, the data, the logs).
         optimizer_seconds_per_byte: of the optimizer, for each byte of a stage's gradients.
         num_accumulated: how many batches make an update, at least.
@@ -248,6 +249,7 @@ class Profile:
     state_stays: str = ""
     batch_bytes: Annotated[int, Field(ge=0)] = 0
     updates_at_once: bool = False
+    batch_samples: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -262,6 +264,11 @@ class Profile:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_samples(self) -> float:
+        """The samples of a virtual machine's batch."""
+        return self.batch_samples or self.samples * self.microbatches
 
     @property
     def payload_bytes(self) -> list[int]:

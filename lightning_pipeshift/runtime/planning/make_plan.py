@@ -210,7 +210,7 @@ def best_topology(
     """
     request = replace(
         settings.request(
-            profile.samples * profile.microbatches,
+            profile.num_samples,
             settings.memory.policy if settings.memory is not None else None,
         ),
         virtual_machines=topology.ranks,

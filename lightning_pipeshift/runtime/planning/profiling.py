@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final, TypeVar
 
 import torch
@@ -88,10 +88,12 @@ class Profiler:
         self._held_before: dict[int, Times] = {}
         self.is_undone = False
         """Whether the next change of the plan undoes the one before it."""
-        # Of each step under this plan: its seconds, and the work of a timed microbatch.
+        # Of each step under this plan: its seconds, and the work of a microbatch of largest size.
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self._work: deque[float] = deque(maxlen=_MOST_STEPS)
         self._num_timed, self._num_timed_in_window = 1, 0
+        # Of the timed microbatches, relative to the largest one of the step.
+        self._mean_size = 1.0
         self._begun: float | None = None
         # As the device sees it: the host may wait for the device between two steps.
         self._ended: Event | None = None
@@ -106,14 +108,19 @@ class Profiler:
         """Takes the estimates that a stopwatch made before training."""
         self._guesses = guesses
 
-    def timers(self, num_microbatches: int) -> dict[int, Timer]:
-        """The timer of each microbatch to measure in a step: a few, different ones in each step."""
-        stride = 1
+    def timers(self, sizes: Sequence[int]) -> dict[int, Timer]:
+        """The timer of each microbatch to measure in a step: a few, different ones in each step.
+
+        Args:
+            sizes: the samples of each microbatch, the larger first.
+        """
+        num_microbatches, stride = len(sizes), 1
         if self._is_asynchronous:
             # On a CPU a reading of the clock costs next to nothing, and a pause may be anywhere.
             stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
         measured = range(self.num_steps % stride, num_microbatches, stride)
         self._num_timed = len(measured)
+        self._mean_size = fmean(sizes[number] for number in measured) / sizes[0]
         return dict.fromkeys(measured, self.timer)
 
     # --- step by step ---
@@ -134,7 +141,7 @@ class Profiler:
         if self.is_over:
             return
         self._ended = self.timer.now()
-        self._work.append(self.timer.read() / self._num_timed)
+        self._work.append(self.timer.read() / self._num_timed / self._mean_size)
         self._num_timed_in_window += self._num_timed
         self.num_steps += 1
         if self.num_steps == _WARM_UP_STEPS:
@@ -268,7 +275,9 @@ class Profiler:
         self._of_others = of_others
 
     def _stretch(self, fewest: int) -> tuple[float, float]:
-        """How many times as long as by the medians the work takes; and its relative error."""
+        """How many times as long as by the medians the work takes, for the largest microbatch of a
+        step; and its relative error.
+        """
         typical = self.timer.typical_seconds / max(1, self._num_timed_in_window)
         work = recent(list(self._work), fewest) if self._work else Estimate(0.0)
         if not typical or not work.mean:
@@ -290,7 +299,9 @@ class Profiler:
             self._held_before, self.is_undone = held, False
         if times:
             self._times_before = times
-            self._work_before = [self._num_timed * seconds for seconds in self._work]
+            self._work_before = [
+                self._num_timed * self._mean_size * seconds for seconds in self._work
+            ]
         self._own = own
 
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:

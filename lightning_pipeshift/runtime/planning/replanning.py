@@ -148,6 +148,8 @@ class Replanning:
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples, self._batch_bytes = 1.0, 0
+        self.batch_samples = 0.0
+        """The samples of a batch; 0: not known yet."""
         self._updates_at_once = False
         self.shared: tuple[SharedWeights, ...] = ()
         """The weights that several layers use, or code between layers, once they are known."""
@@ -202,7 +204,7 @@ class Replanning:
             trace: of a microbatch.
             guesses: the estimates of a stopwatch.
             optimizers: those of the run; ``None``: not known yet.
-            samples: their number in a microbatch.
+            samples: their number in the first microbatch.
             held_bytes: the device memory that the model takes now.
             batch_bytes: that of a microbatch's part of the batch.
             trains: whether the plan is for training.
@@ -298,6 +300,7 @@ class Replanning:
             overlaps_updates=self.overlaps_updates,
             state_stays=self.state_stays,
             batch_bytes=self._batch_bytes,
+            batch_samples=self.batch_samples,
             updates_at_once=self._updates_at_once,
         )
         waited = tuple(each.waited_seconds for each in figures)

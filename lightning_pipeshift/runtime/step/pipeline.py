@@ -94,6 +94,7 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     stages_without_work,
 )
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
+from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
@@ -307,6 +308,7 @@ class Pipeline:
         self.step_seconds: float | None = None
         """The seconds between the starts of the last two steps."""
         self._begun: float | None = None
+        self._prediction_check = PredictionCheck(self.planning, self.messages)
         # Whether this rank requests the end of the run, and whether all ranks know that one does.
         self.asks_to_end = self.is_to_end = False
         self.recorder_of_actions: Recorder | None = None
@@ -941,6 +943,7 @@ class Pipeline:
     def _note_begin(self) -> None:
         now = time.perf_counter()
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+        self._prediction_check.note(self._plan, self.step_seconds)
 
     # --- training ---
 
@@ -961,6 +964,7 @@ class Pipeline:
             given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
+        self.planning.batch_samples = float(sum(size for _, size in slices))
         self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         state = module_signature(self.root)
         traces = self._traces(keys, slices, given.step, state, in_flight=len(slices))
@@ -1059,7 +1063,7 @@ class Pipeline:
                 else None
             ),
             is_in_flight=self.channels.num_stages > 1 and len(microbatches) > 1,
-            timers=profiler.timers(len(microbatches)) if is_measured else {},
+            timers=profiler.timers(sizes) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
