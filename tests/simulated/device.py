@@ -40,7 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
-    without_torch_function_of_subclasses,
+    without_torch_function,
 )
 from lightning_pipeshift.devices.streams import Accelerator, simulating
 from tests.simulated.interception import Functions, MemoryPlace, Operations
@@ -332,7 +332,7 @@ class SimulatedDevice:
     def _known(self, tensor: Any) -> _Memory | None:
         if not isinstance(tensor, Tensor) or not self._memory:
             return None
-        with without_torch_function_of_subclasses():
+        with without_torch_function():
             try:
                 return self._memory.get(storage_key_of(tensor))
             except NotImplementedError:  # no storage: sparse, or a functional wrapper
@@ -340,7 +340,7 @@ class SimulatedDevice:
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         """The record of a tensor's memory; of memory seen for the first time, a new one."""
-        with without_torch_function_of_subclasses():
+        with without_torch_function():
             key = storage_key_of(tensor)
             memory = self._memory.get(key)
             if memory is None:
@@ -392,7 +392,8 @@ class SimulatedDevice:
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""
         timeline = self.stream if is_there else self.host
-        with self._lock:
+        # What is asked of the tensors here is no operation of the program's.
+        with self._lock, without_torch_function():
             what = f"{name.removeprefix('aten::')} ({_asked_for_at()})"
             regions = ([*self._regions(reads)], [*self._regions(writes)])
             self.races += self._ordering.access(timeline, self.host, what, *regions)
