@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -60,6 +59,12 @@ def test_the_rehearsal_runs_every_line_of_every_part(tmp_path: Path) -> None:
     assert list(parts) == list(gpu_script.PARTS), run.output
     assert {name: part["problems"] for name, part in parts.items() if part["problems"]} == {}
     assert run.returncode == 0, run.output
+    rows = parts["gpt2"]["rows"]
+    for name, sent in {"two stages": {"memory"}, "two stages, gloo": {"gloo"}}.items():
+        # And not the other one: the ways of the payloads.
+        for rank in rows[name]["ranks"]:
+            found = {way for way in ("memory", "gloo") if rank["sent_a_step"].get(way)}
+            assert found == sent, name
     files = sorted(FOLDER.glob("*.py"))
     missing = {file.name: not_run(file, noted, NOT_REHEARSED) for file in files}
     assert {name: lines for name, lines in missing.items() if lines} == {}

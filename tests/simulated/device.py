@@ -97,7 +97,8 @@ class SharedEvent:
 
     def wait(self) -> None:
         """Orders the current stream's later work after the event."""
-        self._simulated.order(self._simulated.stream, self._clock)
+        for clock in self._simulated.clocks_before(self):
+            self._simulated.order(self._simulated.stream, clock)
 
 
 class SimulatedDevice:
@@ -189,12 +190,18 @@ class SimulatedDevice:
             return self._ordering.now(stream, self.host), self._num_events
 
     def shared_event(self, device: torch.device, handle: Any = None) -> SharedEvent:
-        """Makes an event for which other processes can wait, or finds one by its handle. What a
-        real process beside this one does is not simulated: an event of its own orders nothing.
-        """
+        """Makes an event for which other processes can wait, or finds one by its handle."""
         with self._lock:
             handle = handle or (os.getpid(), len(self._shared_events))
             return self._shared_events.setdefault(handle, SharedEvent(self, handle))
+
+    def clocks_before(self, event: SharedEvent) -> list[Clock]:
+        """What a wait for an event orders work after. What a real process beside this one does is
+        not simulated: its events are taken to be behind all that this process's events have told.
+        """
+        with self._lock:
+            is_own = event.handle[0] == os.getpid()
+            return [each._clock for each in ([event] if is_own else self._shared_events.values())]
 
     def wait_for_streams(self, streams: list[str]) -> None:
         """Notes that the host waits for all that is queued on some streams."""
