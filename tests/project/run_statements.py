@@ -19,7 +19,7 @@ HELD: dict[str, mmap.mmap] = {}
 _BYTES = "__run_statements__"
 
 
-def _statements(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], ast.stmt]]:
+def _statements(tree: ast.Module) -> Iterator[tuple[list[Any], Any]]:
     """Each statement that does something, with its block."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
@@ -62,7 +62,8 @@ def note(folder: Path, bytes_folder: Path) -> None:
             block[place:place] = ast.parse("\n".join(added)).body
         return compile(tree, str(path), "exec", dont_inherit=True)
 
-    SourceFileLoader.get_code = noting  # type: ignore[method-assign]
+    loader_class: Any = SourceFileLoader
+    loader_class.get_code = noting
 
 
 def not_run(path: Path, bytes_folder: Path, excluded: Sequence[str]) -> list[str]:
