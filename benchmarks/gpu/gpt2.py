@@ -175,7 +175,9 @@ class _Clock(L.Callback):
         self.milliseconds: list[float] = []
         self.peak_bytes = 0
         self.num_excluded = 0
-        self.grown: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.grown: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         """By kind, how much figures have grown in the turns."""
         self.num_steps = 0
         """In how many steps."""
@@ -327,6 +329,7 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
         how["strategy"] = PipeShiftStrategy(
             microbatches=MICROBATCHES,
             profile_steps=sizes.gpt2_profile,
+            partition=sizes.gpt2_partition,
             parallel_devices=[GPU] * row.stages,
             process_group_backend=row.backend,
             # Others have their turn meanwhile.
