@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.gpu.rehearsal import VARIABLE, gpu
 from lightning_pipeshift.testing.ranks import Outcome, RanksFailed, run_ranks
@@ -64,7 +64,7 @@ class Sizes:
     gpt2: tuple[int, int, int, int, int] = (12, 768, 12, 1024, 50_257)
     gpt2_batch: int = 16
     gpt2_profile: int = 20
-    gpt2_partition: str = "auto"
+    gpt2_partition: Literal["auto", "uniform"] = "auto"
     gpt2_warmup: int = 40
     gpt2_steps: int = 8
     gpt2_rounds: int = 3

@@ -23,7 +23,7 @@ def _statements(tree: ast.Module) -> Iterator[tuple[list[Any], Any]]:
     """Each statement that does something, with its block."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
+            block: Any = getattr(node, name, None)
             # That of a lambda is an expression.
             for one in block if isinstance(block, list) else ():
                 is_text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
