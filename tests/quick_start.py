@@ -34,7 +34,9 @@ def _measure_briefly() -> None:
     """A run measures its devices and links for 0.1 s of processor time in each rank, as much as all
     else that a small model's run does. The smallest measurement goes through the same code.
     """
-    vars(probe).update(_SLICES_SECONDS=0.0, _MOST_BYTES=probe._FIRST_BYTES)
+    vars(probe).update(
+        _SLICES_SECONDS=0.0, _MOST_BYTES=probe._FIRST_BYTES, _MOST_DEVICE_BYTES=probe._FIRST_BYTES
+    )
 
 
 def _list_packages_once() -> None:

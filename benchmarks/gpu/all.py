@@ -52,7 +52,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ from benchmarks.gpu.running import SLOTS, Findings, Run, sizes, text_of
 from benchmarks.measuring import arguments, machine, print_table, save
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
-from lightning_pipeshift.testing.ranks import warm_server
+from lightning_pipeshift.testing.ranks import PRELOADED_MODULES, warm_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -90,6 +89,7 @@ def marked_tests(run: Run) -> None:
         for path in sorted((ROOT / "tests").glob("**/test_*.py"))
         if "mark.cuda" in path.read_text()
     ]
+    files = files[: run.sizes.most_test_files]
     words = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-n", str(run.sizes.test_workers)]
     words += ["-p", "no:cacheprovider", "--maxfail=20", *files]
     with SLOTS.taken(2 * run.sizes.test_workers), tempfile.TemporaryFile("w+") as output:
@@ -244,7 +244,7 @@ PARTS = {
 
 def _cases(run: Run, *cases: Case) -> None:
     compared = Compared(run)
-    chosen = cases if run.sizes.has_all_cases else _one_of_each(cases)
+    chosen = cases if run.sizes.has_all_cases else _fewest(cases)
     by_name = {_short(case): case for case in chosen}
 
     def one(name: str) -> Findings:
@@ -254,15 +254,14 @@ def _cases(run: Run, *cases: Case) -> None:
     run.each(by_name, one)
 
 
-def _one_of_each(cases: Sequence[Case]) -> list[Case]:
-    """The cases with a property that none before has had: together they come to the same lines."""
-    seen: set[tuple[str, Any]] = set()
+def _fewest(cases: Sequence[Case]) -> list[Case]:
+    """Cases that together have every property of all: each chosen one has most that are missing."""
+    missing = {each for case in cases for each in asdict(case).items()}
     chosen = []
-    for case in cases:
-        properties = set(asdict(case).items())
-        if not properties <= seen:
-            chosen.append(case)
-        seen |= properties
+    while missing:
+        best = max(cases, key=lambda case: len(missing & asdict(case).items()))
+        chosen.append(best)
+        missing -= asdict(best).items()
     return chosen
 
 
@@ -292,12 +291,11 @@ class Script:
         """Runs parts: first those that need no quiet GPU."""
         warm_server()
         self.found = {name: {"problems": []} for name in names}
-        beside = [name for name in names if not PARTS[name].is_timed]
+        alone = [name for name in names if PARTS[name].is_timed and sizes().has_quiet_parts]
+        beside = [name for name in names if name not in alone]
         with ThreadPoolExecutor(len(PARTS)) as pool:
-            list(pool.map(self._run, beside))
-        for name in names:
-            if name not in beside:
-                self._run(name)
+            for together in (beside, *([name] for name in alone)):
+                list(pool.map(self._run, together))
 
     def _run(self, name: str) -> None:
         part, begin = PARTS[name], time.monotonic()
@@ -330,6 +328,7 @@ def main(given: Sequence[str] | None = None) -> int:
     is_rehearsal = options.device == "simulated"
     if is_rehearsal:
         os.environ[VARIABLE] = "1"
+        PRELOADED_MODULES.append("tests.quick_start")
     if not is_rehearsal and not torch.cuda.is_available():
         sys.exit("torch sees no GPU. `--device simulated` rehearses the script without one.")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -33,6 +33,7 @@ from lightning_pipeshift import (
     SwapAll,
 )
 from lightning_pipeshift.devices.streams import Accelerator
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.features_models import QUIET, OverflowingOnOneStage
 from tests.models import points
@@ -271,7 +272,8 @@ def nccl() -> Backend:
 
 @contextlib.contextmanager
 def payloads_over(backend: Backend, is_shared: bool, rank: int) -> Iterator[None]:
-    """Context in which payloads go over a backend even if ranks share a GPU.
+    """Context in which payloads go over a backend even if ranks share a GPU, whose memory they
+    would otherwise go through.
 
     NCCL refuses two ranks of one host on one GPU: to NCCL, each rank is a host of its own.
 
@@ -284,8 +286,11 @@ def payloads_over(backend: Backend, is_shared: bool, rank: int) -> Iterator[None
         yield
         return
     hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-    chosen = "lightning_pipeshift.lightning.connection.payload_backend"
-    with mock.patch.dict(os.environ, hosts), mock.patch(chosen, return_value=backend):
+    with (
+        mock.patch.dict(os.environ, hosts),
+        mock.patch.object(connection, "payload_backend", return_value=backend),
+        mock.patch.object(connection, "payload_address", return_value=None),
+    ):
         yield
 
 

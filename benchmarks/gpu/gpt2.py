@@ -12,7 +12,6 @@ of which a timeline is recorded.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
@@ -23,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
@@ -48,6 +46,7 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.timeline.metrics import metrics_of
 from lightning_pipeshift.timeline.recording import Recording
 from tests.features_models import QUIET
+from tests.sent_bytes import count_bytes
 
 GPU = torch.device("cuda", 0)
 MICROBATCHES = 4
@@ -121,16 +120,6 @@ def _budgeted(peak_bytes: float) -> MemoryCompression:
     return MemoryCompression(budget=BUDGET * peak_bytes)
 
 
-def _through_host(row: Row) -> contextlib.AbstractContextManager[Any]:
-    """Context in which gloo carries tensors through host memory, if the row asks for gloo: by
-    itself the package goes through the GPU's memory.
-    """
-    if row.backend != "gloo":
-        return contextlib.nullcontext()
-    address = "lightning_pipeshift.lightning.connection.payload_address"
-    return mock.patch(address, return_value=None)
-
-
 def rows() -> dict[str, Row]:
     """All of them. The second group takes turns when the first one has ended."""
     return {
@@ -186,8 +175,10 @@ class _Clock(L.Callback):
         self.milliseconds: list[float] = []
         self.peak_bytes = 0
         self.num_excluded = 0
-        self.moved: defaultdict[str, float] = defaultdict(float)
-        """How much the figures of the memory plugin have grown in the turns."""
+        self.grown: defaultdict[str, defaultdict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
+        """By kind, how much figures have grown in the turns."""
         self.num_steps = 0
         """In how many steps."""
         self.details: Findings = {}
@@ -196,7 +187,8 @@ class _Clock(L.Callback):
         self._turn = 0
         self._events: list[tuple[Any, Plan | None]] = []
         self._plan: Plan | None = None
-        self._before: Mapping[str, float] = {}
+        self._sent = count_bytes()
+        self._before: dict[str, Mapping[str, float]] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
         """A step begins, and perhaps another row has its turn before."""
@@ -211,7 +203,7 @@ class _Clock(L.Callback):
             self._end_turn(trainer, len(self._events) - 1)
             self._turns.wait(self._turn)
             self._mark()
-            self._before = _figures(trainer)
+            self._before = self._figures(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Notes the plan: before the first batch, there is none."""
@@ -245,8 +237,15 @@ class _Clock(L.Callback):
             self.num_excluded += plan is not later
             self.milliseconds += [1e3 * seconds] if plan is later else []
         self.num_steps += num_steps
-        for name, value in _figures(trainer).items():
-            self.moved[name] += value - self._before[name]
+        for kind, figures in self._figures(trainer).items():
+            for name, value in figures.items():
+                self.grown[kind][name] += value - self._before[kind].get(name, 0)
+
+    def _figures(self, trainer: Any) -> dict[str, Mapping[str, float]]:
+        """Of the memory plugin; and the bytes of payloads, their gradients and those of shared
+        parameters that this rank has sent, through the GPU's memory and by the backend.
+        """
+        return {"memory_a_step": _figures(trainer), "sent_a_step": dict(self._sent)}
 
 
 def ends_of_turns(sizes: Sizes) -> list[int]:
@@ -330,6 +329,7 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
         how["strategy"] = PipeShiftStrategy(
             microbatches=MICROBATCHES,
             profile_steps=sizes.gpt2_profile,
+            partition=sizes.gpt2_partition,
             parallel_devices=[GPU] * row.stages,
             process_group_backend=row.backend,
             # Others have their turn meanwhile.
@@ -346,7 +346,7 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
     data = DataLoader(
         Repeated(torch.arange(length) % vocabulary), batch_size=sizes.gpt2_batch // num_batches
     )
-    with payloads_over(row.backend, True, rank), _through_host(row):
+    with payloads_over(row.backend, True, rank):
         L.Trainer(
             accelerator="gpu",
             devices=row.world_size,
@@ -360,20 +360,12 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
         "milliseconds": clock.milliseconds,
         "num_excluded": clock.num_excluded,
         "peak_bytes": clock.peak_bytes,
-        "memory_a_step": {key: value / clock.num_steps for key, value in clock.moved.items()},
+        **{
+            name: {key: value / clock.num_steps for key, value in grown.items()}
+            for name, grown in clock.grown.items()
+        },
         **clock.details,
     }
-
-
-def links_of(recording: Recording) -> dict[str, dict[str, int]]:
-    """The bytes that went from each rank to each other one, by the kind of what they were."""
-    found: dict[str, Counter[str]] = {}
-    for record in recording.ranks:
-        for mark in record.marks:
-            if mark.peer >= 0 and mark.num_bytes:
-                link = found.setdefault(f"{record.rank} and {mark.peer}", Counter())
-                link[f"{mark.what} {mark.name}"] += mark.num_bytes
-    return {link: dict(each) for link, each in found.items()}
 
 
 def summary(found: list[Findings], plain: float, timelines: Path) -> Findings:
@@ -395,7 +387,6 @@ def summary(found: list[Findings], plain: float, timelines: Path) -> Findings:
         "peak_bytes": [mine["peak_bytes"] for mine in found],
         "ranks": found,
         "timelines": [str(path) for path in recordings],
-        "links": [links_of(each) for each in recordings.values()],
         "recorded_step": [metrics_of(each) for each in recordings.values()],
     }
 

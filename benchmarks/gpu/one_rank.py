@@ -20,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu.cases import Decoder, tokens
+from benchmarks.gpu.running import sizes
 from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from tests.features_models import QUIET
 
 GPU = torch.device("cuda", 0)
-
-_NUM_STEPS, _FIRST_COUNTED = 6, 3
 
 
 class _Small(L.LightningModule):
@@ -135,7 +134,7 @@ class _Waits(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """A step begins."""
-        self._counts = trainer.global_step >= _FIRST_COUNTED
+        self._counts = trainer.global_step >= sizes().steps[1]
 
     def on_train_end(self, *_: Any) -> None:
         """Later code is not part of a step."""
@@ -162,8 +161,8 @@ class _Waits(L.Callback):
 
     def per_step(self) -> dict[str, float]:
         """How often each place waits in a step."""
-        counted = _NUM_STEPS - _FIRST_COUNTED
-        return {place: count / counted for place, count in self.places.most_common()}
+        num_steps, first = sizes().steps
+        return {place: count / (num_steps - first) for place, count in self.places.most_common()}
 
 
 def gpus() -> dict[str, Any]:
@@ -202,7 +201,7 @@ def compared_with_plain(name: str) -> dict[str, Any]:
         data = (
             DataLoader(Repeated(module.sample), batch_size=8)
             if isinstance(module, _Small)
-            else tokens(_NUM_STEPS)
+            else tokens(sizes().steps[0])
         )
         how: dict[str, Any] = {}
         if has_pipeline:
@@ -211,7 +210,7 @@ def compared_with_plain(name: str) -> dict[str, Any]:
         trainer = L.Trainer(
             accelerator="gpu",
             devices=1,
-            max_steps=_NUM_STEPS,
+            max_steps=sizes().steps[0],
             # Kernels of attention are there for half precision only.
             precision="bf16-mixed" if "attention" in name else "32-true",
             callbacks=[counted],
@@ -254,10 +253,10 @@ def held_and_allocated(compression: Any) -> dict[str, Any]:
         L.Trainer(
             accelerator="gpu",
             devices=1,
-            max_steps=_NUM_STEPS,
+            max_steps=sizes().steps[0],
             strategy=PipeShiftStrategy(microbatches=4, schedule="gpipe", parallel_devices=[GPU]),
             plugins=[plugin],
             callbacks=[Base()],
             **QUIET,  # type: ignore[arg-type]
-        ).fit(Decoder(), tokens(_NUM_STEPS, 32))
+        ).fit(Decoder(), tokens(sizes().steps[0], 32))
     return {"action, held, allocated": rows}

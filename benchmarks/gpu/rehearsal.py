@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.trace import placeholder
+from lightning_pipeshift.runtime.offload import shared_memory
 from tests.simulated.device import SimulatedDevice
 from tests.simulated.interception import MemoryPlace
 
@@ -151,6 +153,8 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     attention = functional.scaled_dot_product_attention
     yield functional, "scaled_dot_product_attention", _masked(attention)
     yield one_rank, "sdpa_kernel", lambda _: nullcontext()
+    yield shared_memory, "exported", _exported
+    yield shared_memory, "imported", partial(_imported, device)
     yield profile, "KERNELS", torch.profiler.ProfilerActivity.CPU
 
 
@@ -180,6 +184,20 @@ def _masked(attention: Callable[..., Any]) -> Callable[..., Any]:
         return attention(query, key, value, attn_mask, dropout_p, **how)
 
     return call
+
+
+def _exported(memory: Tensor) -> Any:
+    """Moves the device's memory to a file in memory, which other processes can map."""
+    file, num_bytes = memory.untyped_storage()._share_fd_cpu_()
+    return os.getpid(), file, num_bytes
+
+
+def _imported(device: RehearsedGPU, handle: Any, _: torch.device) -> Tensor:
+    process, file, num_bytes = handle
+    path = f"/proc/{process}/fd/{file}"
+    memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    device.take(memory)
+    return memory
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.gpu.rehearsal import VARIABLE, gpu
 from lightning_pipeshift.testing.ranks import Outcome, RanksFailed, run_ranks
@@ -29,18 +29,21 @@ class Sizes:
 
     Args:
         patience: time limits are multiplied by this.
-        has_all_cases: whether all cases of a part run, or only those with a property that none
-            before has had.
+        has_all_cases: whether all cases of a part run, or the fewest with all their properties.
+        has_quiet_parts: whether parts that time something have the machine for themselves.
         decoder: blocks, batches of an epoch and epochs of the models whose bits are compared.
         tower: layers, width, rows of a microbatch and steps of the models that fill the GPU.
         small_steps: of the model whose layers are tiny.
+        steps: of a model on one rank, and how many of them nothing is counted in.
         test_workers: processes that run the tests marked ``cuda``; 0: none beside pytest itself.
+        most_test_files: of how many files; ``None``: of all.
         transformer: blocks, width, length and batch size of the memory benchmark.
         transformer_turns: rounds, and steps of each plan's turn.
         most_blocks: up to how many blocks the largest model that trains is searched for; 0: not.
         gpt2: blocks, width, heads, length and vocabulary.
         gpt2_batch: samples of a step.
         gpt2_profile: steps that PipeShift measures before it plans.
+        gpt2_partition: how the strategy cuts the model into stages.
         gpt2_steps: of a turn; each row's first turn has as many before them as ``gpt2_warmup``.
         gpt2_warmup: likewise.
         gpt2_rounds: how often each row has its turn.
@@ -48,16 +51,20 @@ class Sizes:
 
     patience: float = 1.0
     has_all_cases: bool = True
+    has_quiet_parts: bool = True
     decoder: tuple[int, int, int] = (4, 4, 2)
     tower: tuple[int, int, int, int] = (24, 4096, 2048, 6)
     small_steps: int = 30
+    steps: tuple[int, int] = (6, 3)
     test_workers: int = 4
+    most_test_files: int | None = None
     transformer: tuple[int, int, int, int] = (24, 2048, 2048, 8)
     transformer_turns: tuple[int, int] = (5, 4)
     most_blocks: int = 0
     gpt2: tuple[int, int, int, int, int] = (12, 768, 12, 1024, 50_257)
     gpt2_batch: int = 16
     gpt2_profile: int = 20
+    gpt2_partition: Literal["auto", "uniform"] = "auto"
     gpt2_warmup: int = 40
     gpt2_steps: int = 8
     gpt2_rounds: int = 3
@@ -67,17 +74,22 @@ REAL = Sizes()
 REHEARSED = Sizes(
     patience=8.0,
     has_all_cases=False,
+    has_quiet_parts=False,
     decoder=(2, 3, 1),
     tower=(2, 16, 8, 2),
     small_steps=2,
+    steps=(3, 1),
     test_workers=0,
+    most_test_files=1,
     transformer=(2, 64, 8, 2),
     transformer_turns=(1, 1),
     most_blocks=1,
     gpt2=(2, 16, 2, 32, 64),
     gpt2_batch=16,
     gpt2_profile=2,
-    gpt2_warmup=6,
+    # By its measurements of a simulated device, PipeShift leaves one of the two stages empty.
+    gpt2_partition="uniform",
+    gpt2_warmup=4,
     gpt2_steps=2,
     gpt2_rounds=1,
 )

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lightning_pipeshift import Move, PipelineTimeline
 from lightning_pipeshift.lightning import connection
-from lightning_pipeshift.runtime.comm import channels, memory_link
-from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
+from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.offload.shared_memory import address_here, opened
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import Diary, built, parameters_of, quiet_trainer
 from tests.models import SmallLanguageModel, sentences
+from tests.sent_bytes import count_bytes
 
 NUM_STEPS = 6
 # The bytes of the embedding, and of a batch's values between two blocks.
@@ -62,30 +61,6 @@ class Result(NamedTuple):
     parameters: dict[str, Tensor]
     diary: list[Any]
     sent: Counter[str]
-
-
-def count_bytes() -> Counter[str]:
-    """Counts from here on what this process sends of payloads, their gradients and those of shared
-    parameters, through memory and by gloo, and the buffers that others have to open.
-    """
-    sent: Counter[str] = Counter()
-    post, write = Lane._post_send, MemoryEnd.write
-
-    def posted(self: Lane, flat: Tensor, to: int, line: Any, tag: int) -> Any:
-        if tag < channels._HEADER_TAG:
-            sent["gloo"] += flat.nbytes
-        return post(self, flat, to, line, tag)
-
-    def written(self: MemoryEnd, tensors: Sequence[Tensor]) -> Written:
-        sent["memory"] += sum(tensor.nbytes for tensor in tensors)
-        message = write(self, tensors)
-        sent["messages"] += 1
-        sent["buffers"] += message.opening.handle is not None
-        sent["buffers"] -= len(message.opening.gone)
-        return message
-
-    Lane._post_send, MemoryEnd.write = posted, written  # type: ignore[method-assign]
-    return sent
 
 
 def train(

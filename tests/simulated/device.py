@@ -40,7 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
-    without_torch_function_of_subclasses,
+    without_torch_function,
 )
 from lightning_pipeshift.devices.streams import Accelerator, simulating
 from tests.simulated.interception import Functions, MemoryPlace, Operations
@@ -97,7 +97,8 @@ class SharedEvent:
 
     def wait(self) -> None:
         """Orders the current stream's later work after the event."""
-        self._simulated.order(self._simulated.stream, self._clock)
+        for clock in self._simulated.clocks_before(self):
+            self._simulated.order(self._simulated.stream, clock)
 
 
 class SimulatedDevice:
@@ -189,12 +190,18 @@ class SimulatedDevice:
             return self._ordering.now(stream, self.host), self._num_events
 
     def shared_event(self, device: torch.device, handle: Any = None) -> SharedEvent:
-        """Makes an event for which other processes can wait, or finds one by its handle. What a
-        real process beside this one does is not simulated: an event of its own orders nothing.
-        """
+        """Makes an event for which other processes can wait, or finds one by its handle."""
         with self._lock:
             handle = handle or (os.getpid(), len(self._shared_events))
             return self._shared_events.setdefault(handle, SharedEvent(self, handle))
+
+    def clocks_before(self, event: SharedEvent) -> list[Clock]:
+        """What a wait for an event orders work after. What a real process beside this one does is
+        not simulated: its events are taken to be behind all that this process's events have told.
+        """
+        with self._lock:
+            is_own = event.handle[0] == os.getpid()
+            return [each._clock for each in ([event] if is_own else self._shared_events.values())]
 
     def wait_for_streams(self, streams: list[str]) -> None:
         """Notes that the host waits for all that is queued on some streams."""
@@ -332,7 +339,7 @@ class SimulatedDevice:
     def _known(self, tensor: Any) -> _Memory | None:
         if not isinstance(tensor, Tensor) or not self._memory:
             return None
-        with without_torch_function_of_subclasses():
+        with without_torch_function():
             try:
                 return self._memory.get(storage_key_of(tensor))
             except NotImplementedError:  # no storage: sparse, or a functional wrapper
@@ -340,7 +347,7 @@ class SimulatedDevice:
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         """The record of a tensor's memory; of memory seen for the first time, a new one."""
-        with without_torch_function_of_subclasses():
+        with without_torch_function():
             key = storage_key_of(tensor)
             memory = self._memory.get(key)
             if memory is None:
@@ -392,7 +399,8 @@ class SimulatedDevice:
     def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""
         timeline = self.stream if is_there else self.host
-        with self._lock:
+        # What is asked of the tensors here is no operation of the program's.
+        with self._lock, without_torch_function():
             what = f"{name.removeprefix('aten::')} ({_asked_for_at()})"
             regions = ([*self._regions(reads)], [*self._regions(writes)])
             self.races += self._ordering.access(timeline, self.host, what, *regions)
