@@ -10,6 +10,7 @@ source sets and sleep sets of Abdulla, Aronis, Jonsson and Sagonas, Optimal DPOR
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -92,10 +93,12 @@ class Run:
 
     Args:
         choices: those with which it begins; it adds its own.
+        draw: chooses among the tasks that can go on; by default the same one goes on while it can.
     """
 
-    def __init__(self, choices: list[_Choice]) -> None:
+    def __init__(self, choices: list[_Choice], draw: random.Random | None = None) -> None:
         self._choices = choices
+        self._draw = draw
         self.steps: list[Step] = []
         self._tasks: list[_Task] = []
         self._current: _Task | None = None
@@ -162,8 +165,7 @@ class Run:
             touched[name] = writes or touched.get(name, False)
 
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
-        """Ends a step: others may go on. Returns when it is this task's turn and a condition holds.
-        """
+        """Ends a step: others may go on. Returns when it is this task's turn and a condition holds."""
         if self._is_stopping:
             raise _Stopped
         task = self._current
@@ -241,6 +243,8 @@ class Run:
                 return None
             current = self._current.name if self._current is not None else ""
             chosen = current if current in able else able[0]
+            if self._draw is not None:
+                chosen = self._draw.choice(able)
             self._choices.append(_Choice(list(ready), asleep, chosen, {chosen}))
         chosen = self._choices[place].chosen
         number = sum(step.task == chosen for step in self.steps) + 1
@@ -348,6 +352,12 @@ def every_order(run: Callable[[Run], Any], limit: int = 100_000) -> int:
             choices.pop()
         else:
             return num_orders
+
+
+def some_orders(run: Callable[[Run], Any], num_orders: int) -> None:
+    """Runs a function in orders that are drawn, where there are too many to run all of them."""
+    for seed in range(num_orders):
+        run(Run([], random.Random(seed)))
 
 
 def _always() -> bool:

@@ -66,9 +66,12 @@ class OrderedThreads:
     def follow(self, monkeypatch: pytest.MonkeyPatch, *classes: type) -> None:
         """Sees who reads and writes the attributes of a class's objects."""
 
+        followed: dict[type, frozenset[str]] = {}
+
         def get(me: Any, name: str) -> Any:
             value = object.__getattribute__(me, name)
-            if name in object.__getattribute__(me, "__dict__"):
+            own = object.__getattribute__(me, "__dict__")
+            if name in own or name in followed.get(type(me), ()):
                 self._read(self._name(me, name), value)
             return value
 
@@ -79,6 +82,8 @@ class OrderedThreads:
             self.touch(self._name(me, name), True)
 
         for one in classes:
+            slots = (getattr(each, "__slots__", ()) for each in one.__mro__)
+            followed[one] = frozenset(itertools.chain.from_iterable(slots))
             monkeypatch.setattr(one, "__getattribute__", get, raising=False)
             monkeypatch.setattr(one, "__setattr__", put, raising=False)
 
