@@ -165,7 +165,7 @@ class Run:
             touched[name] = writes or touched.get(name, False)
 
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
-        """Ends a step: others may go on. Returns when it is this task's turn and a condition holds."""
+        """Ends a step: others may go on. Returns at this task's turn, when a condition holds."""
         if self._is_stopping:
             raise _Stopped
         task = self._current

@@ -88,6 +88,7 @@ def world(order: Run, is_tied: bool = False) -> Iterator[World]:
     def close(memory: Tensor) -> None:
         # Torch waits for the current stream, then it closes the memory.
         device.access("closing", [], [memory], True)
+        device.wait_for_streams([device.stream])
 
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
         threads = OrderedThreads(order, device)
@@ -358,7 +359,7 @@ class LinkLane(NamedTuple):
     def settle(self, left: int = 0) -> None: ...
 
 
-def exchange(order: Run, lengths: tuple[int, ...] = (10, 10, 20, 20)) -> None:
+def exchange(order: Run, lengths: tuple[int, ...] = (10, 10, 100, 100, 100)) -> None:
     """A stage sends another one the payloads of microbatches. Both write to the memory again."""
     with world(order) as both:
 
