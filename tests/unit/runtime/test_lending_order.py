@@ -165,7 +165,8 @@ CASES = {
     "a buffer is used again": Case(partial(there_and_back, lengths=(10, 10)), BYTES),
     "a larger one takes its place": Case(partial(there_and_back, lengths=(10, 20)), 2 * BYTES),
     "two at once": Case(two_at_once, 2 * BYTES),
-    "one is forgotten": Case(one_is_forgotten, BYTES),
+    # Not BYTES: the lender may hold the next one before it has freed this one.
+    "one is forgotten": Case(one_is_forgotten, 2 * BYTES),
 }
 
 
@@ -404,7 +405,6 @@ def test_payloads_arrive_in_every_order() -> None:
         pytest.param("take", "shared_event", 1, id="the reader for the write"),
         pytest.param("give_back", "shared_event", 0, id="the buffer for the reader"),
         pytest.param("write", "record_event", 0, id="the write for the buffer"),
-        pytest.param("take", "shared_event", 0, id="closing a buffer for its reader"),
     ],
 )
 def test_payloads_wait(function: str, maker: str, number: int) -> None:
