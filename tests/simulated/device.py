@@ -119,6 +119,8 @@ class SimulatedDevice:
         """How many operations the device was given."""
         self.are_threads_apart = False
         """Whether a thread knows only what it has waited for or :meth:`heard`."""
+        self.at_allocator: Callable[[str], None] = lambda _: None
+        """Called with a stream whose memory is allocated or freed."""
         self._num_events = 0
         self._shared_events: dict[Any, SharedEvent] = {}
         self._ordering = Ordering()
@@ -306,13 +308,18 @@ class SimulatedDevice:
         """Says where a new tensor is."""
         with self._lock, suppress(NotImplementedError):
             if place.is_there:
-                self._collect_freed()
+                # With much memory not at each allocation, as that would take too long: then some
+                # races are missed.
+                self._num_allocated += 1
+                if self._num_allocated * 64 >= len(self._memory):
+                    self._num_allocated = 0
+                    self.collect_freed()
             memory = self._memory_of(tensor)
             memory.is_pinned = place.is_pinned
             if place.is_there:
-                hosts = {self.host} | self._hosts[self.here(HOST)]
                 memory.stream = self.stream
-                memory.history = self._ordering.allocate(self.stream, hosts)
+                self.at_allocator(self.stream)
+                memory.history = self._ordering.allocate(self.stream, self.host)
             else:
                 memory.stream, memory.history = None, []
 
@@ -355,19 +362,17 @@ class SimulatedDevice:
                 self._memory[key] = memory
         return memory
 
-    def _collect_freed(self) -> None:
-        """Finds the memory that has been freed. With much memory not at each allocation, as that
-        would take too long: then some races are missed.
-        """
-        self._num_allocated += 1
-        if self._num_allocated * 64 < len(self._memory):
-            return
-        self._num_allocated = 0
-        for key, memory in list(self._memory.items()):
-            if memory.reference.expired():
-                del self._memory[key]
-                if memory.stream is not None:
-                    self._ordering.free(memory.history, memory.stream, memory.kept_for)
+    def collect_freed(self) -> None:
+        """Finds the memory that has been freed by now."""
+        with self._lock:
+            for key, memory in list(self._memory.items()):
+                if memory.reference.expired():
+                    del self._memory[key]
+                    if memory.stream is not None:
+                        self.at_allocator(memory.stream)
+                        # Whichever host freed it has told the allocator.
+                        hosts = {self.host} | self._hosts[self.here(HOST)]
+                        self._ordering.free(memory.history, memory.stream, memory.kept_for, hosts)
 
     def refuse_mixed(self, name: str) -> None:
         """Called for an operation on tensors of the device and of the host.

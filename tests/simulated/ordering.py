@@ -102,36 +102,41 @@ class Ordering:
                 history[:] = [*kept, new]
         return races
 
-    def allocate(self, stream: str, hosts: Iterable[str]) -> History:
+    def allocate(self, stream: str, host: str) -> History:
         """The history of new memory of a stream: that of all memory that the stream's allocations
         may be given again.
 
         Args:
             stream: the stream.
-            hosts: those of its process. Whichever freed the memory before has told the allocator.
+            host: which allocates.
         """
-        known: Clock = {}
-        for host in hosts:
-            join(known, self._clocks[host])
+        known = self._clocks[host]
         return [
             access._replace(begin=0, end=float("inf"), writes=True)
             for access in self._freed[stream].values()
             if known.get(access.timeline, 0) < access.number
         ]
 
-    def free(self, history: History, stream: str, kept_for: Iterable[str]) -> None:
+    def free(
+        self, history: History, stream: str, kept_for: Iterable[str], hosts: Iterable[str]
+    ) -> None:
         """Notes that memory is freed: the stream's next allocation may be given it at once.
 
         Args:
             history: that of the memory.
             stream: the stream on which it was allocated.
             kept_for: streams that the allocator has been told of: it waits for their work.
+            hosts: those that may have freed it. What they have waited for is complete.
         """
         freed = self._freed[stream]
+        known: Clock = {}
+        for host in hosts:
+            join(known, self._clocks[host])
         for access in history:
             last = freed.get(access.timeline)
             is_later = last is None or last.number < access.number
-            if is_later and access.timeline not in kept_for:
+            is_complete = known.get(access.timeline, 0) >= access.number
+            if is_later and not is_complete and access.timeline not in kept_for:
                 what = access.what.removesuffix(_FREED) + _FREED
                 freed[access.timeline] = access._replace(what=what)
 

@@ -1,19 +1,21 @@
-"""Two processes that share a GPU's memory: the order of all that is done with each buffer.
+"""Two processes that share a GPU's memory: every order of what is done with each buffer.
 
 On the simulated device each stage is a process with streams of its own, which nothing orders with
-those of the other but what their hosts wait for and tell each other. The threads of both run in
-many orders, and each knows only what it has waited for or was told.
+those of the other but what their hosts wait for and tell each other, or events that both have. The
+threads of both run in every order that makes a difference; in each of them the simulated device
+proves that the bits are the same in every order in which the streams may carry out what is queued.
 """
 
 from __future__ import annotations
 
 import queue
-import random
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,169 +23,227 @@ from torch import Tensor
 
 from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import codec_named
+from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm import threads as threads_module
-from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, MemoryLink
+from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.offload import activation_store, copying, lending, shared_memory
+from lightning_pipeshift.runtime.offload.copying import BufferPool
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
 from tests.simulated.device import DataRaceError, SimulatedDevice
+from tests.unit.runtime.every_order import Run, every_order, some_orders
 from tests.unit.runtime.forgotten_waits import forget
-from tests.unit.runtime.interleaving import Interleaving
 from tests.unit.runtime.ordered_threads import OrderedThreads
 from tests.unit.runtime.test_activation_store import ROWS, Stage, layers_of, same
 from tests.unit.runtime.test_simulated_streams import CPU, GPU, Net, batches, step_that_offloads
 
-NUM_ORDERS = 8
-NUM_POINTS = {"blocks": 400, "steps": 5000}
-"""About how often a thread may give way to another one."""
-
-Take = Callable[[int], None]
+FOLLOWED = (BufferPool, Lender, Borrower, InOrder, lending._Together, lending._RemoteBlock)
 
 
-class Process:
-    """A stage that lends memory to the other one of two, and borrows from it.
+class World(NamedTuple):
+    """What the two processes of a run have in common.
 
     Args:
-        stage: 0 or 1.
+        order: of their threads.
+        device: the GPU.
+        patch: undoes changes when the run is over.
+        threads: those of both.
         net: between the two.
-        is_direct: whether blocks are copied to the other's memory, or sent.
-        take_room: called with the bytes that it lends.
     """
 
-    def __init__(self, stage: int, net: Net, is_direct: bool, take_room: Take) -> None:
-        address = Address("this host", (), "cuda") if is_direct else None
-        self.errors: list[BaseException] = []
-        self._threads = Threads(f"stage {stage} lends", self.errors.append)
-        Lender(net.of(stage), GPU, self._threads, take_room, address).serve(1 - stage)
-        other, lanes = 1 - stage, net.of(stage)
-        self.borrower = Borrower(other, lanes, 1e12, self.errors.append, GPU, address)
+    order: Run
+    device: SimulatedDevice
+    patch: pytest.MonkeyPatch
+    threads: OrderedThreads
+    net: Net
 
-    def close(self) -> None:
-        """Ends its threads."""
-        self.borrower.close()
-        self._threads.close()
+    def run(self, *processes: Callable[[], None]) -> None:
+        """Runs processes to their end."""
+        for number, process in enumerate(processes):
+            with self.device.process(f"stage {number}"):
+                self.order.start(f"stage {number}", self.device.on_this_device(process))
+        self.order.run()
 
 
-def in_order(
-    seed: int,
-    kind: str,
-    stage: Callable[[SimulatedDevice, pytest.MonkeyPatch, Process, int], Any],
-    is_direct: bool = True,
-    take_room: Take = lambda _: None,
-    is_tied: bool = False,
-) -> list[Any]:
-    """Runs both stages; returns their results.
+@contextmanager
+def world(order: Run, is_tied: bool = False) -> Iterator[World]:
+    """Two processes and a GPU.
 
     Args:
-        seed: of the order.
-        kind: see :data:`NUM_POINTS`.
-        stage: one stage's part.
-        is_direct: see :class:`Process`.
-        take_room: likewise.
+        order: of their threads.
         is_tied: whether opening memory makes the current stream wait, as CUDA does, for the work on
             the stream on which the other process has exported it.
     """
-    order = Interleaving(seed, NUM_POINTS[kind])
-    found: list[Any] = [None, None]
-    with pytest.MonkeyPatch.context() as patch, SimulatedDevice(seed) as device:
+
+    def imported(handle: Any, _: torch.device) -> Tensor:
+        memory, event = handle
+        if is_tied:
+            event.wait()
+        opened: Tensor = memory.detach()
+        weakref.finalize(opened, close, memory)
+        return opened
+
+    def close(memory: Tensor) -> None:
+        # Torch waits for the current stream, then it closes the memory.
+        device.access("closing", [], [memory], True)
+        device.wait_for_streams([device.stream])
+
+    with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
         threads = OrderedThreads(order, device)
-        modules = [lending, shared_memory, copying, activation_store, threads_module]
-        threads.replace_in(patch, *modules)
+        threads.replace_in(patch, lending, copying, activation_store, threads_module)
+        threads.follow(patch, *FOLLOWED)
         patch.setattr(queue, "SimpleQueue", threads.queue)
         patch.setattr(shared_memory, "exported", lambda memory: (memory, record_event(GPU)))
-        patch.setattr(shared_memory, "imported", partial(_imported, is_tied))
-        net = Net()
-
-        def run(number: int) -> None:
-            process = Process(number, net, is_direct, take_room)
-            found[number] = stage(device, patch, process, number)
-            process.close()
-            assert not process.errors
-
-        for number in range(2):
-            with device.process(f"stage {number}"):
-                order.start(f"stage {number}", device.on_this_device(partial(run, number)))
-        order.run()
-    return found
+        patch.setattr(shared_memory, "imported", imported)
+        yield World(order, device, patch, threads, Net())
 
 
-def _imported(is_tied: bool, handle: Any, _: torch.device) -> Tensor:
-    memory, event = handle
-    if is_tied:
-        event.wait()
-    return memory
+# --- blocks that a stage lends to another one ---
+
+BYTES = 40
+"""Of most blocks."""
+
+Borrow = Callable[[RemoteTarget, torch.device], None]
 
 
-# --- blocks ---
+def there_and_back(
+    place: RemoteTarget, where: torch.device, lengths: tuple[int, ...] = (10,)
+) -> None:
+    """Blocks leave and come back one after the other."""
+    for value, length in enumerate(lengths):
+        block = torch.arange(float(length), device=where) + value
+        parcel = place.put(block, lambda: None)
+        assert parcel is not None
+        # As the store does: the memory is used for something else when the block has left.
+        parcel.leaving.wait()
+        del block
+        fetch(parcel, where, length, value)
 
 
-def lend_blocks(where: torch.device, codec: str | None, seed: int) -> Any:
-    """Blocks of a few sizes leave and come back in any order, and some are forgotten: returns
-    whether those that came back are what they were.
+def fetch(parcel: OffloadedBlock, where: torch.device, length: int, value: int) -> None:
+    memory = torch.empty(length, device=where)
+    parcel.fetch(memory, lambda: None).wait()
+    assert torch.equal(memory.mul(1).cpu(), torch.arange(float(length)) + value)
+    parcel.forget()
+
+
+def two_at_once(place: RemoteTarget, where: torch.device) -> None:
+    """Those of two microbatches leave, and come back."""
+    blocks = [torch.arange(10.0, device=where) + value for value in range(2)]
+    parcels = [place.put(block, lambda: None) for block in blocks]
+    for value, parcel in enumerate(parcels):
+        assert parcel is not None
+        parcel.leaving.wait()
+        blocks[value] = torch.ones(10, device=where)
+        fetch(parcel, where, 10, value)
+
+
+def one_is_forgotten(place: RemoteTarget, where: torch.device) -> None:
+    """A block is no longer needed while it leaves; then another one leaves."""
+    parcel = place.put(torch.arange(10.0, device=where), lambda: None)
+    assert parcel is not None
+    parcel.forget()
+    del parcel
+    there_and_back(place, where)
+
+
+class Case(NamedTuple):
+    """What a stage does with another one's memory.
+
+    Args:
+        borrow: given the place and where the blocks come from.
+        limit_bytes: how much of the other stage's memory there is.
     """
 
-    def stage(*given: Any) -> bool:
-        process, number = given[-2:]
-        place = RemoteTarget({1 - number: process.borrower}, codec=codec_named(codec))
-        dice = random.Random(f"{seed} {number}")
-        waiting: list[tuple[OffloadedBlock, Tensor]] = []
-        is_same = True
-        for value in range(6):
-            block = torch.arange(float(dice.choice([10, 20])), device=where) + value
-            parcel = place.put(block, lambda: None)
-            assert parcel is not None
-            waiting.append((parcel, block))
-            while waiting and dice.random() < 0.6:
-                parcel, before = waiting.pop(dice.randrange(len(waiting)))
-                if dice.random() < 0.7:
-                    # As the store does: not before it has left.
-                    parcel.leaving.wait()
-                    memory = torch.empty_like(before)
-                    parcel.fetch(memory, lambda: None).wait()
-                    is_same &= torch.equal(memory.mul(1).cpu(), before.cpu())
-                parcel.forget()
-        for parcel, _block in waiting:
-            parcel.forget()
-        return is_same
+    borrow: Borrow
+    limit_bytes: int
 
-    return stage
+
+CASES = {
+    "a buffer is used again": Case(partial(there_and_back, lengths=(10, 10)), BYTES),
+    "a larger one takes its place": Case(partial(there_and_back, lengths=(10, 20)), 2 * BYTES),
+    "two at once": Case(two_at_once, 2 * BYTES),
+    # Not BYTES: the lender may hold the next one before it has freed this one.
+    "one is forgotten": Case(one_is_forgotten, 2 * BYTES),
+}
+
+
+def lend(
+    order: Run,
+    case: Case,
+    is_direct: bool = True,
+    where: torch.device = GPU,
+    codec: str | None = None,
+    is_tied: bool = False,
+) -> None:
+    """Runs a borrower and its lender in one order; for the rest see :func:`world`."""
+    held = 0
+
+    def take_room(num_bytes: int) -> None:
+        nonlocal held
+        held += num_bytes
+        assert codec or held <= case.limit_bytes
+
+    with world(order, is_tied) as both:
+        address = Address("this host", (), "cuda") if is_direct else None
+
+        def borrow() -> None:
+            lanes = both.net.of(0)
+            limit = case.limit_bytes if codec is None else 1e12
+            borrower = Borrower(1, lanes, limit, order.fail, GPU, address)
+            case.borrow(RemoteTarget({1: borrower}, codec=codec_named(codec)), where)
+            borrower.close()
+
+        def keep() -> None:
+            pool: Any = both.threads.pool("lending")
+            Lender(both.net.of(1), GPU, pool, take_room, address).serve(0)
+
+        both.run(borrow, keep)
+    assert order.is_known or not held
 
 
 WAYS = pytest.mark.parametrize("is_direct", [True, False], ids=["directly", "sent"])
 PLACES = pytest.mark.parametrize("where", [GPU, CPU], ids=["of the GPU", "of its host"])
+REUSE = CASES["a buffer is used again"]
 
 
 @WAYS
-@PLACES
-@pytest.mark.parametrize("codec", [None, "lossless"])
-def test_blocks_come_back_in_any_order(
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_come_back_in_every_order(case: str, is_direct: bool) -> None:
+    every_order(partial(lend, case=CASES[case], is_direct=is_direct))
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("where", "codec"), [(CPU, None), (CPU, "lossless"), (GPU, "lossless")], ids=str
+)
+def test_other_blocks_come_back_in_every_order(
     where: torch.device, codec: str | None, is_direct: bool
 ) -> None:
-    for seed in range(NUM_ORDERS):
-        found = in_order(seed, "blocks", lend_blocks(where, codec, seed), is_direct)
-        assert found == [True, True], seed
+    every_order(partial(lend, case=REUSE, is_direct=is_direct, where=where, codec=codec))
 
 
-def races_without(
+def race_without(
     module: ModuleType,
     function: str,
-    where: torch.device,
-    codec: str | None = None,
-    is_tied: bool = False,
-) -> set[str]:
-    """The races without a wait, less the lines that asked for the operations; for the rest see
-    :func:`in_order`.
+    method: str,
+    run: Callable[[Run], None],
+    number: int = 0,
+    maker: str = "record_event",
+) -> str:
+    """The first races without a wait, less the lines that asked for the operations; for the
+    arguments see :func:`forget`.
     """
-    found = set()
-    for seed in range(NUM_ORDERS):
-        with pytest.MonkeyPatch.context() as patch:
-            forget(patch, module, function, "synchronize")
-            try:
-                in_order(seed, "blocks", lend_blocks(where, codec, seed), is_tied=is_tied)
-            except DataRaceError as error:
-                found |= set(re.sub(r" \(\w+/\w+\.py:\d+\)", "", str(error)).splitlines())
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        forget(patch, module, function, method, number, maker)
+        with pytest.raises(DataRaceError) as error:
+            every_order(run)
+    return re.sub(r" \(\w+/\w+\.py:\d+\)", "", str(error.value))
+
+
+OTHERS = "the stream 'other ranks' of stage"
 
 
 @PLACES
@@ -191,32 +251,62 @@ def test_a_buffer_is_lent_when_the_lenders_own_work_on_it_is_complete(where: tor
     """Allocating it writes to it in torch's deterministic mode. A block that was copied there
     before would be lost.
     """
-    races = races_without(shared_memory, "opening", where)
-    lent = "'other ranks' of stage {}, which writes: nothing orders it and empty on the stream "
-    for one, other in ((0, 1), (1, 0)):
-        assert any(
-            race.startswith("copy_ on the stream " + lent.format(one))
-            and race.endswith(f"'other ranks' of stage {other}, which writes")
-            for race in races
-        ), races
+    run = partial(lend, case=REUSE, where=where)
+    assert (
+        f"copy_ on {OTHERS} 0, which writes: nothing orders it and empty on {OTHERS} 1, which "
+        "writes"
+    ) in race_without(shared_memory, "opening", "synchronize", run)
 
 
 @PLACES
-def test_a_buffer_is_opened_on_the_stream_of_the_copies(where: torch.device) -> None:
+def test_a_buffer_is_opened_on_the_stream_of_the_copies(
+    where: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA's own wait for the lender's work is one of the stream on which a buffer is opened."""
-    assert not races_without(shared_memory, "opening", where, is_tied=True)
+    forget(monkeypatch, shared_memory, "opening", "synchronize")
+    every_order(partial(lend, case=REUSE, where=where, is_tied=True))
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "codec"),
+    ("module", "function", "codec", "race"),
     [
-        pytest.param(lending, "_each", None, id="copies wait for the compute"),
-        pytest.param(shared_memory, "copy", None, id="copies are complete"),
-        pytest.param(lending, "_decode", "lossless", id="what is decoded is complete"),
+        pytest.param(
+            lending,
+            "_each",
+            None,
+            f"copy_ on {OTHERS} 0, which reads: nothing orders it and add on the compute stream",
+            id="copies wait for the compute",
+        ),
+        pytest.param(
+            shared_memory,
+            "copy",
+            None,
+            f"nothing orders it and copy_ on {OTHERS} 0",
+            id="copies are complete",
+        ),
+        pytest.param(
+            lending,
+            "_decode",
+            "lossless",
+            f"mul on the compute stream of stage 0, which reads: nothing orders it and copy_ on "
+            f"{OTHERS} 0, which writes",
+            id="what is decoded is complete",
+        ),
     ],
 )
-def test_the_borrower_waits(module: ModuleType, function: str, codec: str | None) -> None:
-    assert races_without(module, function, GPU, codec)
+def test_the_borrower_waits(
+    module: ModuleType, function: str, codec: str | None, race: str
+) -> None:
+    run = partial(lend, case=REUSE, codec=codec)
+    assert race in race_without(module, function, "synchronize", run)
+
+
+def test_the_lender_waits_until_blocks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would keep more than it has reserved, in some order."""
+    real = lending._Put
+    monkeypatch.setattr(lending, "_Put", lambda *args: real(*args)._replace(num_asked=0))
+    with pytest.raises(AssertionError, match="80 <= 40"):
+        every_order(partial(lend, case=REUSE))
 
 
 # --- steps ---
@@ -225,26 +315,97 @@ def test_the_borrower_waits(module: ModuleType, function: str, codec: str | None
 @WAYS
 @pytest.mark.parametrize("budget", [1.3, 100.0], ids=["tight", "wide"])
 @pytest.mark.parametrize("row", ["gpipe", "middle of 1f1b"])
-def test_steps_train_the_same_bits_in_any_order(row: str, budget: float, is_direct: bool) -> None:
-    """A stage's tensors leave and come back by its threads, while the other stage lends and borrows
-    too.
-    """
+def test_steps_train_the_same_bits_in_some_orders(row: str, budget: float, is_direct: bool) -> None:
+    """A stage's tensors leave and come back by its threads, as its store decides."""
     expected = Stage(layers_of()).step(ROWS[row], batches(ROWS[row]))
-    for seed in range(2):
-        others = lend_blocks(GPU, None, seed)
 
-        def stage(
-            device: SimulatedDevice,
-            patch: pytest.MonkeyPatch,
-            process: Process,
-            number: int,
-            others: Any = others,
-        ) -> Any:
-            if number:
-                return others(device, patch, process, number)
-            place = RemoteTarget({1: process.borrower})
-            return step_that_offloads(device, patch, ROWS[row], place, budget)
+    def run(order: Run) -> None:
+        with world(order) as both:
+            address = Address("this host", (), "cuda") if is_direct else None
 
-        found, is_same = in_order(seed, "steps", stage, is_direct)
-        assert same(found, expected), seed
-        assert is_same
+            def train() -> None:
+                borrower = Borrower(1, both.net.of(0), 1e12, order.fail, GPU, address)
+                place = RemoteTarget({1: borrower})
+                found = step_that_offloads(both.device, both.patch, ROWS[row], place, budget)
+                borrower.close()
+                assert same(found, expected)
+
+            def keep() -> None:
+                pool: Any = both.threads.pool("lending")
+                Lender(both.net.of(1), GPU, pool, lambda _: None, address).serve(0)
+
+            both.run(train, keep)
+
+    some_orders(run, 2)
+
+
+# --- tensors that go through shared memory ---
+
+
+class LinkLane(NamedTuple):
+    """Stands in for the lane of a link."""
+
+    lane: Any
+    ranks: tuple[int, int] = (0, 1)
+
+    def send_object(self, obj: Any, to: int) -> None:
+        self.lane.send_object(obj, to)
+
+    def post_object(self, source: int) -> Any:
+        return SimpleNamespace(source=source)
+
+    def receive_object(self, source: int, _: Any) -> Any:
+        return self.lane.receive_object(source)
+
+    def settle(self, left: int = 0) -> None: ...
+
+
+def exchange(order: Run, lengths: tuple[int, ...] = (10, 10, 100, 100, 100)) -> None:
+    """A stage sends another one the payloads of microbatches. Both write to the memory again."""
+    with world(order) as both:
+
+        def link(number: int) -> Any:
+            messages, answers = (LinkLane(both.net.of(number)(lane, False)) for lane in (0, 1))
+            lanes: Any = messages, answers
+            return MemoryLink(MemoryEnd(GPU), *lanes, 1 - number)
+
+        def send() -> None:
+            to = link(0)
+            sent = torch.zeros(max(lengths), device=GPU)
+            for value, length in enumerate(lengths):
+                sent += 1
+                to.send([sent[:length]])
+                # All but this one have been taken.
+                to.settle(value)
+            to.settle()
+            to.end.close()
+
+        def receive() -> None:
+            source, found = link(1), []
+            for length in lengths:
+                got = torch.empty(length, device=GPU)
+                source.post_receive([got]).wait()
+                found.append(got * 1)
+                got.zero_()
+            # Not before: what its host has waited for would be told to the other one.
+            for value, (length, got) in enumerate(zip(lengths, found, strict=True)):
+                assert torch.equal(got.cpu(), torch.full((length,), value + 1.0))
+            source.end.close()
+
+        both.run(send, receive)
+
+
+def test_payloads_arrive_in_every_order() -> None:
+    every_order(exchange)
+
+
+@pytest.mark.parametrize(
+    ("function", "maker", "number"),
+    [
+        pytest.param("take", "shared_event", 1, id="the reader for the write"),
+        pytest.param("give_back", "shared_event", 0, id="the buffer for the reader"),
+        pytest.param("write", "record_event", 0, id="the write for the buffer"),
+    ],
+)
+def test_payloads_wait(function: str, maker: str, number: int) -> None:
+    assert race_without(memory_link, function, "wait", exchange, number, maker)
