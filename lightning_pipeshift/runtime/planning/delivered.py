@@ -94,24 +94,31 @@ class ProbeTimes:
         self._next = 0
         self._num_held = 0
         self._num_free: float = math.inf
+        # How long a probe may take by now.
+        self._most = 0.0
 
-    def seconds(self, is_held: bool, pause_seconds: float, window_seconds: float) -> float:
+    def seconds(
+        self, is_held: bool, is_slow: bool, pause_seconds: float, window_seconds: float
+    ) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 
         Args:
             is_held: whether the rank counts as slow since layers were taken from it.
+            is_slow: whether its own layers show that it still is: no probe is needed for that.
             pause_seconds: about how long its pauses were: several have to be in a probe.
             window_seconds: how long a window takes.
         """
         if not is_held:
-            self._num_held, self._num_free = 0, self._num_free + 1
+            self._num_held, self._num_free, self._most = 0, self._num_free + 1, 0.0
             return 0.0
         if not self._num_held:
             self._after *= 2 if self._num_free <= 2 * self._after else 1
             self._next = self._after
         self._num_held, self._num_free = self._num_held + 1, 0
-        most = min(_PROBED_PART * self._num_held * window_seconds, _MOST_SECONDS)
-        if self._num_held < self._next or most < _LEAST_SECONDS:
+        self._most = min(self._most + _PROBED_PART * window_seconds, _MOST_SECONDS)
+        if is_slow or self._num_held < self._next or self._most < _LEAST_SECONDS:
             return 0.0
         self._next = self._num_held + self._after
-        return min(max(_PAUSES * pause_seconds, _LEAST_SECONDS), most)
+        seconds = min(max(_PAUSES * pause_seconds, _LEAST_SECONDS), self._most)
+        self._most -= seconds
+        return seconds

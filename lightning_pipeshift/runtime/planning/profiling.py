@@ -192,7 +192,7 @@ class Profiler:
         layers = frozenset(layers)
         stretch, error = self._stretch(fewest)
         times = self._times(layers, stretch)
-        self._hold(layers, times)
+        self._hold(layers, times, error)
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self._guesses.items()
@@ -275,9 +275,11 @@ class Profiler:
             return 1.0, 0.0
         return work.mean / typical, work.error / work.mean
 
-    def _hold(self, own: frozenset[int], times: dict[int, Times]) -> None:
+    def _hold(self, own: frozenset[int], times: dict[int, Times], error: float) -> None:
         """Keeps the times that this rank had before layers were taken from it: with less to do, a
         device with a CPU quota looks as fast as one without. They hold until it gets layers again.
+        If it is surely slower than by these, it counts as slower: steps from before it became slow
+        may be in their mean.
         """
         if own != self._own:
             held, self._earlier = self._earlier, {}
@@ -288,6 +290,10 @@ class Profiler:
                 ordered = sorted(self._work_before)
                 self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
             self._held_before, self.is_undone = held, False
+        elif self._earlier and times:
+            now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
+            more = max(1.0, now / before / (1 + 2 * error)) if before else 1.0
+            self._earlier = {n: (more * f, more * b) for n, (f, b) in self._earlier.items()}
         if times:
             self._times_before = times
             self._work_before = [self._num_timed * seconds for seconds in self._work]

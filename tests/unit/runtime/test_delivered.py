@@ -94,7 +94,7 @@ def test_the_error_says_how_much_is_open() -> None:
 
 
 def due(times: ProbeTimes, is_held: bool, count: int, window_seconds: float = 10.0) -> list[int]:
-    return [n for n in range(1, count + 1) if times.seconds(is_held, 0.0, window_seconds)]
+    return [n for n in range(1, count + 1) if times.seconds(is_held, False, 0.0, window_seconds)]
 
 
 def test_after_a_failed_return_the_next_probe_waits_twice_as_long() -> None:
@@ -110,14 +110,20 @@ def test_after_a_failed_return_the_next_probe_waits_twice_as_long() -> None:
 
 
 def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
-    assert due(ProbeTimes(), True, 18, window_seconds=1.0) == [6, 10, 14, 18]
+    assert due(ProbeTimes(), True, 18, window_seconds=1.0) == [6, 12, 18]
 
     def first(pause_seconds: float, window_seconds: float) -> float:
         times = ProbeTimes()
-        found = (times.seconds(True, pause_seconds, window_seconds) for _ in range(20))
+        found = (times.seconds(True, False, pause_seconds, window_seconds) for _ in range(20))
         return next(filter(None, found))
 
     assert first(0.0, 100.0) == 0.3, "three periods of Docker's quota"
     assert first(0.1, 100.0) == pytest.approx(0.6)
     assert first(0.1, 2.0) == pytest.approx(0.4), "a twentieth of four windows"
     assert first(60.0, 100.0) == 3.0
+
+
+def test_a_rank_that_shows_how_slow_it_is_needs_no_probe_until_it_looks_fast() -> None:
+    times = ProbeTimes()
+    assert not any(times.seconds(True, True, 0.0, 10.0) for _ in range(50))
+    assert times.seconds(True, False, 0.0, 10.0), "at once: it has been held for long"
