@@ -25,11 +25,10 @@ _PROBED_AFTER: Final = 4
 _PROBED_PART: Final = 0.05
 """The part of the time that probes may take."""
 
-_PAUSES: Final = 6
 _LEAST_SECONDS: Final = 0.3
 _MOST_SECONDS: Final = 3.0
-"""A probe takes so many pauses, and between so many seconds: three periods of a container's quota
-at least.
+"""A probe takes between so many seconds: three periods of a container's quota at least, and some
+pauses of half a second if there is the time for that.
 """
 
 
@@ -97,15 +96,12 @@ class ProbeTimes:
         # How long a probe may take by now.
         self._most = 0.0
 
-    def seconds(
-        self, is_held: bool, is_slow: bool, pause_seconds: float, window_seconds: float
-    ) -> float:
+    def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 
         Args:
             is_held: whether the rank counts as slow since layers were taken from it.
             is_slow: whether its own layers show that it still is: no probe is needed for that.
-            pause_seconds: about how long its pauses were: several have to be in a probe.
             window_seconds: how long a window takes.
         """
         if not is_held:
@@ -119,6 +115,5 @@ class ProbeTimes:
         if is_slow or self._num_held < self._next or self._most < _LEAST_SECONDS:
             return 0.0
         self._next = self._num_held + self._after
-        seconds = min(max(_PAUSES * pause_seconds, _LEAST_SECONDS), self._most)
-        self._most -= seconds
+        seconds, self._most = self._most, 0.0
         return seconds

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from typing import Any, Final, TypeVar
 
 import torch
@@ -82,7 +81,6 @@ class Profiler:
         # owned before some of them were taken from it.
         self._own: frozenset[int] = frozenset()
         self._times_before: dict[int, Times] = {}
-        self._work_before: list[float] = []
         self._earlier: dict[int, Times] = {}
         # These times as they were before this rank's layers changed.
         self._held_before: dict[int, Times] = {}
@@ -99,8 +97,6 @@ class Profiler:
         """Whether no more measurements are needed."""
         self.num_measured = 0
         """The number of steps that were measured in this window."""
-        self.pause_seconds = 0.0
-        """About how long this rank's pauses were, when layers were taken from it."""
 
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
         """Takes the estimates that a stopwatch made before training."""
@@ -287,8 +283,6 @@ class Profiler:
                 self._earlier = self._held_before
             elif own < self._own:
                 self._earlier = self._times_before
-                ordered = sorted(self._work_before)
-                self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
             self._held_before, self.is_undone = held, False
         elif self._earlier and times:
             now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
@@ -296,7 +290,6 @@ class Profiler:
             self._earlier = {n: (more * f, more * b) for n, (f, b) in self._earlier.items()}
         if times:
             self._times_before = times
-            self._work_before = [self._num_timed * seconds for seconds in self._work]
         self._own = own
 
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:

@@ -501,9 +501,7 @@ class Replanning:
         if not is_held:
             self._slowdown = None
         is_slow = bool(before) and before < _SLOWER * now
-        seconds = self._probe_times.seconds(
-            is_held, is_slow, self.profiler.pause_seconds, self._window * took.mean
-        )
+        seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
             self._slowdown = max(fmean(slices), 1e-9) / self._slice_seconds
