@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean, pvariance, stdev
 from typing import Final, NamedTuple
 
 _COMPATIBLE: Final = 4.0
 """Means that differ by at most so many standard errors may be of the same circumstances."""
 
+_ROUNDING: Final = 1e-6
+
 _BATCHES: Final = 10
 """The number of consecutive parts of the steps whose means say how sure the mean of all is."""
+
+_FEWEST_BEFORE: Final = 3
+"""Steps before a change of circumstances say that there is one if they are so many."""
+
+_CLEAR: Final = 6.0
+"""By so many standard errors means before and after a change differ."""
 
 _PROBED_AFTER: Final = 4
 """The number of windows after which a rank without layers is probed, at first."""
@@ -62,24 +70,50 @@ def recent(values: Sequence[float], fewest: int) -> Estimate:
     while 2 * count <= len(values):
         older = _estimate(values[-2 * count : -count])
         doubt = math.hypot(older.error, newer.error)
-        # Steps of a simulated clock may be equal but for rounding.
-        if abs(older.mean - newer.mean) > _COMPATIBLE * doubt + 1e-6 * newer.mean:
+        if abs(older.mean - newer.mean) > _COMPATIBLE * doubt + _ROUNDING * newer.mean:
             break
         count *= 2
         newer = _estimate(values[-count:])
+    while (later := _steps_since_change(values[-count:], fewest)) < count:
+        count, newer = later, _estimate(values[-later:])
     return newer
+
+
+def _steps_since_change(values: Sequence[float], fewest: int) -> int:
+    """How many of the latest steps, not fewer than given, are clearly of other circumstances than
+    all before them; the number of values if none are. In the middle of such a change both halves
+    of the steps have so large errors that they agree with each other.
+
+    The change is sought where two means fit the steps best (least squares, Hawkins 1977), and both
+    parts are taken to vary alike: a short one may lack rare pauses by chance.
+    """
+    values = _capped(values)
+    count, total, newer = len(values), sum(values), sum(values[-fewest:])
+    best, at = 0.0, count
+    for later in range(fewest, count - _FEWEST_BEFORE + 1):
+        shift = newer / later - (total - newer) / (count - later)
+        best, at = max((best, at), (later * (count - later) * shift**2, later))
+        newer += values[-later - 1]
+    parts = [part for part in (values[:-at], values[-at:]) if part]
+    spread = sum(pvariance(part) * len(part) for part in parts)
+    # Steps of a simulated clock may be equal but for rounding.
+    return at if best > _CLEAR**2 * spread + (_ROUNDING * total) ** 2 else count
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
     """The error is that of the means of consecutive steps (batch means, Conway 1963): regular
     pauses are in all of them alike, and a disturbance that lasts for some steps is in one.
     """
-    most = sorted(values)[-2:][0]
-    capped = [min(value, most) if len(values) > 2 else value for value in values]
+    capped = _capped(values)
     size = -(-len(capped) // _BATCHES)
     means = [fmean(capped[at : at + size]) for at in range(0, len(capped), size)]
     error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
     return Estimate(fmean(capped), error, len(capped))
+
+
+def _capped(values: Sequence[float]) -> list[float]:
+    most = sorted(values)[-2:][0]
+    return [min(value, most) if len(values) > 2 else value for value in values]
 
 
 class ProbeTimes:

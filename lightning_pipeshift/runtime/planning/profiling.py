@@ -207,6 +207,7 @@ class Profiler:
             times=times,
             earlier=self._earlier,
             error=error,
+            ran=None if self._is_asynchronous else self.timer.ran,
             extra=self._extra(times.values(), stretch),
             outside_seconds=self.timer.median(_OUTSIDE),
             saved_bytes={

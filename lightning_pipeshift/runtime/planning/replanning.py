@@ -294,7 +294,8 @@ class Replanning:
             updates_at_once=self._updates_at_once,
         )
         waited = tuple(each.waited_seconds for each in figures)
-        return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())
+        ran = [each.ran for each in figures]
+        return Measured(profile, cluster, topology.ranks, waited if any(waited) else (), ran)
 
     @property
     def optimizer_bytes(self) -> dict[int, int]:

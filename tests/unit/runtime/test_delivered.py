@@ -81,6 +81,23 @@ def test_steps_before_a_change_do_not_count() -> None:
     assert same.error < found.error / 2
 
 
+@pytest.mark.parametrize("since", [15, 16, 19])
+def test_steps_before_a_change_do_not_count_wherever_it_is(since: int) -> None:
+    """A decision falls into the first steps after it: then both halves of 20 steps have some."""
+    steps = [*noisy(0.15, 40), *noisy(0.30, since, seed=3)]
+    found = recent(steps, PATIENCE)
+    assert found.mean == pytest.approx(0.30, rel=0.03)
+    assert found.num_steps <= since + 2
+
+
+def test_a_long_time_without_rare_pauses_is_no_change() -> None:
+    steps = ([0.05] * 30 + [0.55]) * 16
+    for clean in range(31):
+        found = recent([*steps, *([0.05] * clean)], PATIENCE)
+        assert found.mean == pytest.approx(0.05 + 0.5 / 31, rel=0.1), clean
+        assert found.num_steps > 100
+
+
 def test_the_error_says_how_much_is_open() -> None:
     rare = [1.0] * 100
     for step in range(9, 100, 20):
