@@ -10,13 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, pvariance, stdev
+from statistics import fmean, stdev
 from typing import Final, NamedTuple
-
-_COMPATIBLE: Final = 4.0
-"""Means that differ by at most so many standard errors may be of the same circumstances."""
-
-_ROUNDING: Final = 1e-6
 
 _BATCHES: Final = 10
 """The number of consecutive parts of the steps whose means say how sure the mean of all is."""
@@ -24,7 +19,7 @@ _BATCHES: Final = 10
 _FEWEST_BEFORE: Final = 3
 """Steps before a change of circumstances say that there is one if they are so many."""
 
-_CLEAR: Final = 6.0
+_CLEAR: Final = 5.0
 """By so many standard errors means before and after a change differ."""
 
 _PROBED_AFTER: Final = 4
@@ -58,46 +53,39 @@ def recent(values: Sequence[float], fewest: int) -> Estimate:
     """The mean of as many of the latest steps as seem to be of the same circumstances.
 
     Pauses of half a second are rarer than short steps: only many steps say how much a device loses
-    by them. Steps before a change say nothing. So the number of steps doubles as long as the older
-    half agrees with the newer one.
+    by them. Steps before a change say nothing.
 
     Args:
         values: one for each step, the latest last; at least one.
-        fewest: the number of steps to start with.
+        fewest: how many of the latest steps count in any case.
     """
-    count = min(max(fewest, 1), len(values))
-    newer = _estimate(values[-count:])
-    while 2 * count <= len(values):
-        older = _estimate(values[-2 * count : -count])
-        doubt = math.hypot(older.error, newer.error)
-        if abs(older.mean - newer.mean) > _COMPATIBLE * doubt + _ROUNDING * newer.mean:
-            break
-        count *= 2
-        newer = _estimate(values[-count:])
-    while (later := _steps_since_change(values[-count:], fewest)) < count:
-        count, newer = later, _estimate(values[-later:])
-    return newer
+    count = len(values)
+    while (later := _steps_since_change(values[-count:], max(fewest, 1))) < count:
+        count = later
+    return _estimate(values[-count:])
 
 
 def _steps_since_change(values: Sequence[float], fewest: int) -> int:
     """How many of the latest steps, not fewer than given, are clearly of other circumstances than
-    all before them; the number of values if none are. In the middle of such a change both halves
-    of the steps have so large errors that they agree with each other.
+    all before them; the number of values if none are.
 
     The change is sought where two means fit the steps best (least squares, Hawkins 1977), and both
     parts are taken to vary alike: a short one may lack rare pauses by chance.
     """
     values = _capped(values)
-    count, total, newer = len(values), sum(values), sum(values[-fewest:])
-    best, at = 0.0, count
+    count, mean = len(values), fmean(values)
+    spread = sum((value - mean) ** 2 for value in values)
+    newer = sum(values[-fewest:]) - fewest * mean
+    # The part of the spread that two means explain, and the number of steps of the later one.
+    most, at = 0.0, count
     for later in range(fewest, count - _FEWEST_BEFORE + 1):
-        shift = newer / later - (total - newer) / (count - later)
-        best, at = max((best, at), (later * (count - later) * shift**2, later))
-        newer += values[-later - 1]
-    parts = [part for part in (values[:-at], values[-at:]) if part]
-    spread = sum(pvariance(part) * len(part) for part in parts)
+        explained = newer**2 * count / (later * (count - later))
+        if explained > most:
+            most, at = explained, later
+        newer += values[-later - 1] - mean
     # Steps of a simulated clock may be equal but for rounding.
-    return at if best > _CLEAR**2 * spread + (_ROUNDING * total) ** 2 else count
+    is_clear = count * most > _CLEAR**2 * (spread - most) + (1e-6 * mean * count) ** 2
+    return at if is_clear else count
 
 
 def _estimate(values: Sequence[float]) -> Estimate:

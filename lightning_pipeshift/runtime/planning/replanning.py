@@ -62,7 +62,9 @@ have been measured for a moment only: equal ones may look so different then.
 """
 
 _SLOWER: Final = 1.1
-"""A rank that was so many times as slow before layers were taken from it may be fast again."""
+"""A rank that was so many times as slow before layers were taken from it may be fast again. By a
+probe that takes no longer than this it is.
+"""
 
 
 @dataclass
@@ -504,8 +506,9 @@ class Replanning:
         is_slow = bool(before) and before < _SLOWER * now
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
-            slices = time_slices(self._device, seconds)
-            self._slowdown = max(fmean(slices), 1e-9) / self._slice_seconds
+            slowdown = fmean(time_slices(self._device, seconds)) / self._slice_seconds
+            # What other programs add to it now and then is in the times of all ranks' layers.
+            self._slowdown = slowdown if slowdown > _SLOWER else 1.0
         if self._slowdown is None or is_slow:
             return figures
         return replace(figures, earlier={}, slowdown=self._slowdown)
