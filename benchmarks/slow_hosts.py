@@ -319,10 +319,12 @@ def measure(case: Case, options: Any) -> dict[str, Any]:
         if not other.parameters[name].is_meta and not one.parameters[name].is_meta
     )
     first, last = phases.before, phases.before + phases.during
-    moves = [step for step, (a, b) in enumerate(pairwise(moved.counts), 1) if a != b]
+    # A change may come into force in parts; its step is that of the last one.
+    moves = [each["step"] for each in moved.changes if each.get("verdict") != "refused"]
     found: dict[str, Any] = {
         "bitwise_equal": same,
         "counts": [list(moved.counts[at]) for at in (max(first - 1, 0), last - 1, -1)],
+        "parts": [[n, *b] for n, (a, b) in enumerate(pairwise(moved.counts), 1) if a != b],
         "moves_before": sum(step < first for step in moves),
         "moves_during": sum(first <= step < last for step in moves),
         "moves_after": sum(step >= last for step in moves),
