@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 from typing import Final
 
 import torch
@@ -41,7 +40,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.decisions import Decisions
-from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes
+from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes, recent
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.move_decision import (
     FEW_STEPS,
@@ -139,6 +138,7 @@ class Replanning:
         self._slice_seconds: float | None = None
         self._probe_times = ProbeTimes()
         self._slowdown: float | None = None
+        self._doubt = 0.0  # the relative standard error of that
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
@@ -506,12 +506,17 @@ class Replanning:
         is_slow = bool(before) and before < _SLOWER * now
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
-            slowdown = fmean(time_slices(self._device, seconds)) / self._slice_seconds
+            slices = time_slices(self._device, seconds)
+            found = recent(slices, len(slices))
+            slowdown = found.mean / self._slice_seconds
             # What other programs add to it now and then is in the times of all ranks' layers.
             self._slowdown = slowdown if slowdown > _SLOWER else 1.0
+            self._doubt = found.error / found.mean if found.mean else 0.0
         if self._slowdown is None or is_slow:
             return figures
-        return replace(figures, earlier={}, slowdown=self._slowdown)
+        # Without layers, the few operations around them do not say how fast the rank is.
+        error = figures.error if own else self._doubt
+        return replace(figures, earlier={}, slowdown=self._slowdown, error=error)
 
     def end_gathering(self) -> None:
         """Called when no rank is behind another one."""
