@@ -10,6 +10,7 @@ On a GPU the marks are events in the stream, read after they have completed: no 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -63,6 +64,9 @@ class Timer(LayerListener):
         self._marked: list[tuple[tuple[str, int], Event, Event]] = []
         self._entered: list[tuple[int, Event]] = []
         self._begin: Event | None = None
+        # Of this thread's processor, and of the clock: when a forward began, and those of all.
+        self._clocks = (0.0, 0.0)
+        self._ran, self._took = 0.0, 0.0
 
     def now(self) -> Event:
         """The moment at which the device reaches this point."""
@@ -83,12 +87,15 @@ class Timer(LayerListener):
     def enter(self, gate: Gate, arguments: Any) -> None:
         """See :class:`LayerListener`."""
         self._begin = self.now()
+        self._clocks = time.thread_time(), time.perf_counter()
 
     def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
         """See :class:`LayerListener`. Also marks the moment at which a backward reaches the first
         of the results.
         """
         self.add("forward", gate.index, self._begin, self.now())
+        self._ran += time.thread_time() - self._clocks[0]
+        self._took += time.perf_counter() - self._clocks[1]
         has_entered: list[bool] = []
 
         def enter(_: Any) -> None:
@@ -139,6 +146,11 @@ class Timer(LayerListener):
             if what in _WORK
         )
 
+    @property
+    def ran(self) -> float:
+        """In which part of the time of the layers' forwards this thread ran on a processor."""
+        return min(1.0, self._ran / self._took) if self._took else 1.0
+
     def median(self, what: str, number: int = -1) -> float | None:
         """See :attr:`Samples.median`; ``None`` if there are no samples."""
         samples = self._samples.get((what, number))
@@ -148,3 +160,4 @@ class Timer(LayerListener):
         """Discards all samples, for example those of warm-up steps."""
         self._samples.clear()
         self._marked.clear()
+        self._ran = self._took = 0.0

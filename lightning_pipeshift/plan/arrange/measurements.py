@@ -36,12 +36,14 @@ class Measured:
         ranks: of each virtual machine, in stage order; those of a plan take precedence.
         waited_seconds: how long the compute of each rank has waited in a step for swapped tensors;
             empty without swaps.
+        ran: of each rank, as in `RankFigures`.
     """
 
     profile: Profile
     cluster: Cluster
     ranks: Sequence[Sequence[int]]
     waited_seconds: Sequence[float] = ()
+    ran: Sequence[float | None] = ()
 
     def ranks_of(self, plan: Plan) -> Sequence[Sequence[int]]:
         """The ranks of each virtual machine under a plan, in stage order."""

@@ -249,7 +249,7 @@ class Profile:
     state_stays: str = ""
     batch_bytes: Annotated[int, Field(ge=0)] = 0
     updates_at_once: bool = False
-    batch_samples: float = 0.0
+    batch_samples: Annotated[float, Field(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -34,6 +34,8 @@ class RankFigures:
         guesses: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
         error: their relative standard error.
+        ran: on a CPU, in which part of the time of the forwards of layers its thread ran: not all,
+            if something holds it back, such as a CPU quota, or if the layers wait.
         earlier: those of the layers that it owned before some were taken from it. It counts as no
             faster than by these; empty if it has been measured again since.
         slowdown: the time of a short computation by that, relative to the time before training.
@@ -58,6 +60,7 @@ class RankFigures:
     guesses: Mapping[int, Times] = field(default_factory=dict)
     times: Mapping[int, Times] = field(default_factory=dict)
     error: float = 0.0
+    ran: float | None = None
     earlier: Mapping[int, Times] = field(default_factory=dict)
     slowdown: float | None = None
     extra: Times | None = None

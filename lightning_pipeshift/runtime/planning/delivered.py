@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Final, NamedTuple
 
-_COMPATIBLE: Final = 4.0
-"""Means that differ by at most so many standard errors may be of the same circumstances."""
-
 _BATCHES: Final = 10
 """The number of consecutive parts of the steps whose means say how sure the mean of all is."""
+
+_FEWEST_BEFORE: Final = 3
+"""Steps before a change of circumstances say that there is one if they are so many."""
+
+_CLEAR: Final = 5.0
+"""By so many standard errors means before and after a change differ."""
 
 _PROBED_AFTER: Final = 4
 """The number of windows after which a rank without layers is probed, at first."""
@@ -25,11 +28,10 @@ _PROBED_AFTER: Final = 4
 _PROBED_PART: Final = 0.05
 """The part of the time that probes may take."""
 
-_PAUSES: Final = 6
 _LEAST_SECONDS: Final = 0.3
 _MOST_SECONDS: Final = 3.0
-"""A probe takes so many pauses, and between so many seconds: three periods of a container's quota
-at least.
+"""A probe takes between so many seconds: three periods of a container's quota at least, and some
+pauses of half a second if there is the time for that.
 """
 
 
@@ -51,36 +53,55 @@ def recent(values: Sequence[float], fewest: int) -> Estimate:
     """The mean of as many of the latest steps as seem to be of the same circumstances.
 
     Pauses of half a second are rarer than short steps: only many steps say how much a device loses
-    by them. Steps before a change say nothing. So the number of steps doubles as long as the older
-    half agrees with the newer one.
+    by them. Steps before a change say nothing.
 
     Args:
         values: one for each step, the latest last; at least one.
-        fewest: the number of steps to start with.
+        fewest: how many of the latest steps count in any case.
     """
-    count = min(max(fewest, 1), len(values))
-    newer = _estimate(values[-count:])
-    while 2 * count <= len(values):
-        older = _estimate(values[-2 * count : -count])
-        doubt = math.hypot(older.error, newer.error)
-        # Steps of a simulated clock may be equal but for rounding.
-        if abs(older.mean - newer.mean) > _COMPATIBLE * doubt + 1e-6 * newer.mean:
-            break
-        count *= 2
-        newer = _estimate(values[-count:])
-    return newer
+    count = len(values)
+    while (later := _steps_since_change(values[-count:], max(fewest, 1))) < count:
+        count = later
+    return _estimate(values[-count:])
+
+
+def _steps_since_change(values: Sequence[float], fewest: int) -> int:
+    """How many of the latest steps, not fewer than given, are clearly of other circumstances than
+    all before them; the number of values if none are.
+
+    The change is sought where two means fit the steps best (least squares, Hawkins 1977), and both
+    parts are taken to vary alike: a short one may lack rare pauses by chance.
+    """
+    values = _capped(values)
+    count, mean = len(values), fmean(values)
+    spread = sum((value - mean) ** 2 for value in values)
+    newer = sum(values[-fewest:]) - fewest * mean
+    # The part of the spread that two means explain, and the number of steps of the later one.
+    most, at = 0.0, count
+    for later in range(fewest, count - _FEWEST_BEFORE + 1):
+        explained = newer**2 * count / (later * (count - later))
+        if explained > most:
+            most, at = explained, later
+        newer += values[-later - 1] - mean
+    # Steps of a simulated clock may be equal but for rounding.
+    is_clear = count * most > _CLEAR**2 * (spread - most) + (1e-6 * mean * count) ** 2
+    return at if is_clear else count
 
 
 def _estimate(values: Sequence[float]) -> Estimate:
     """The error is that of the means of consecutive steps (batch means, Conway 1963): regular
     pauses are in all of them alike, and a disturbance that lasts for some steps is in one.
     """
-    most = sorted(values)[-2:][0]
-    capped = [min(value, most) if len(values) > 2 else value for value in values]
+    capped = _capped(values)
     size = -(-len(capped) // _BATCHES)
     means = [fmean(capped[at : at + size]) for at in range(0, len(capped), size)]
     error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
     return Estimate(fmean(capped), error, len(capped))
+
+
+def _capped(values: Sequence[float]) -> list[float]:
+    most = sorted(values)[-2:][0]
+    return [min(value, most) if len(values) > 2 else value for value in values]
 
 
 class ProbeTimes:
@@ -94,24 +115,27 @@ class ProbeTimes:
         self._next = 0
         self._num_held = 0
         self._num_free: float = math.inf
+        # How long a probe may take by now.
+        self._most = 0.0
 
-    def seconds(self, is_held: bool, pause_seconds: float, window_seconds: float) -> float:
+    def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 
         Args:
             is_held: whether the rank counts as slow since layers were taken from it.
-            pause_seconds: about how long its pauses were: several have to be in a probe.
+            is_slow: whether its own layers show that it still is: no probe is needed for that.
             window_seconds: how long a window takes.
         """
         if not is_held:
-            self._num_held, self._num_free = 0, self._num_free + 1
+            self._num_held, self._num_free, self._most = 0, self._num_free + 1, 0.0
             return 0.0
         if not self._num_held:
             self._after *= 2 if self._num_free <= 2 * self._after else 1
             self._next = self._after
         self._num_held, self._num_free = self._num_held + 1, 0
-        most = min(_PROBED_PART * self._num_held * window_seconds, _MOST_SECONDS)
-        if self._num_held < self._next or most < _LEAST_SECONDS:
+        self._most = min(self._most + _PROBED_PART * window_seconds, _MOST_SECONDS)
+        if is_slow or self._num_held < self._next or self._most < _LEAST_SECONDS:
             return 0.0
         self._next = self._num_held + self._after
-        return min(max(_PAUSES * pause_seconds, _LEAST_SECONDS), most)
+        seconds, self._most = self._most, 0.0
+        return seconds

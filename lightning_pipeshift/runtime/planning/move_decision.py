@@ -1,4 +1,9 @@
-"""Decides whether layers should change their owners, from measurements."""
+"""Decides whether the plan should change, from measurements: layers change their owners, or a
+memory plan that is slower than recomputing all layers is replaced by that.
+
+Memory plans are chosen by predictions, and these do not know all that moving tensors costs on a
+device: host time between kernels, links that others use, memory that is allocated again.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,22 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.policy_choices import follows
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
-from lightning_pipeshift.runtime.planning.memory_trial import Verdict
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
 from lightning_pipeshift.timeline.outcomes import KEPT, UNDONE, Change
 
 MIN_GAIN: Final = 0.05
 """The fraction by which a step has to get shorter for layers to change their owners."""
+
+FEW_STEPS: Final = 3
+"""After so many measured steps a memory plan is compared with recomputing all layers, and that with
+the plan before.
+"""
 
 _LEAST_PART: Final = 0.25
 """The part of the expected saving that has to be measured for a change to be kept."""
@@ -51,9 +61,9 @@ class Decision:
         message: a message to the user; empty for none.
         change: what the new plan changes and is expected to gain.
         judged: the last change, if enough steps have been measured since to judge it.
-        goes_on: whether the steps measured so far do not suffice to judge the last change.
+        goes_on: whether more steps of this plan have to be measured.
+        is_soon: whether the next decision is to be made after :data:`FEW_STEPS`.
         working_bytes: what each layer takes for a moment, by all ranks' measurements.
-        verdict: that on a memory plan, if it is one.
     """
 
     plan: str
@@ -62,8 +72,8 @@ class Decision:
     change: Change | None = None
     judged: Change | None = None
     goes_on: bool = False
+    is_soon: bool = False
     working_bytes: Mapping[int, int] = field(default_factory=dict)
-    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,9 @@ class Window:
         errors: the relative standard error of each rank's times; empty if they are exact.
         steps_left: over how many steps a change can pay off.
         links: those that carry other than they did.
+        without_moves: the measurements without what moving tensors adds to them; ``None`` if no
+            memory plan is compared with recomputing.
+        is_early: whether these are the :data:`FEW_STEPS` that say no more than that.
     """
 
     num_steps: int
@@ -85,6 +98,8 @@ class Window:
     errors: Sequence[float] = ()
     steps_left: float = math.inf
     links: Sequence[LinkChange] = ()
+    without_moves: Measured | None = None
+    is_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,7 @@ class _Pending:
         error: the standard error of the seconds before.
         is_needed: whether the old plan is no choice, as it does not fit.
         undoes: the change that it undoes.
+        recomputes: whether it replaces a memory plan by recomputing all layers.
     """
 
     change: Change
@@ -108,6 +124,7 @@ class _Pending:
     error: float
     is_needed: bool = False
     undoes: Change | None = None
+    recomputes: bool = False
 
     def judged(self, window: Window) -> Change | None:
         """The change with its verdict; ``None`` if more steps have to be measured."""
@@ -150,10 +167,19 @@ class Decider:
         self._searched: tuple[Hashable, Topology] | None = None
         # Whether the user's policy has been called with the measurements.
         self._has_asked = False
-
-    def recompute_everything(self) -> None:
-        """Plans with recomputation of all layers from now on, as that has been faster."""
-        self._settings = replace(self._settings, recompute="full")
+        # Whether no plan is looked for any more.
+        self._is_over = False
+        memory = settings.memory
+        self.judges_memory = (
+            memory is not None
+            and isinstance(memory.policy, Planned)
+            and settings.plan is None
+            and settings.recompute == "auto"
+            and not settings.only_measures
+        )
+        """Whether a memory plan may be replaced by recomputing all layers: not what a user has
+        chosen, and once in a run.
+        """
 
     def decide(self, plan: Plan, window: Window) -> Decision:
         """Judges the last change, and decides whether to change to a better plan.
@@ -171,8 +197,12 @@ class Decider:
             judged = pending.judged(window)
             if judged is None:
                 self._pending = pending
-                return replace(stays, goes_on=True)
+                return replace(stays, goes_on=True, is_soon=pending.recomputes)
             stays = replace(stays, judged=judged)
+            self.judges_memory &= not pending.recomputes
+            self._is_over |= self._settings.watch is None and not pending.recomputes
+            if pending.recomputes and pending.undoes is None and judged.verdict == KEPT:
+                self._settings = replace(self._settings, recompute="full")
             if judged.verdict == UNDONE:
                 return self._undo(pending, stays, window)
             undone = pending.undoes
@@ -180,8 +210,8 @@ class Decider:
                 # Without it steps are even slower: it was not the change that made them slow.
                 failed, new = self._failed, pending.old
                 self._failed = [each for each in failed if not each.new.is_like(new)]
-            if self._settings.watch is None:
-                return stays
+        if window.is_early or self._is_over:
+            return self._recomputing(kept, stays, window)
         try:
             best = self._best(kept, window)
         except (PlanError, BudgetError) as error:
@@ -189,7 +219,7 @@ class Decider:
             return replace(stays, message=f"the plan stays: {error}")
         self._insistence = self._insistence + 1 if best is not None else 0
         if best is None:
-            return stays
+            return self._recomputing(kept, stays, window)
         new, is_needed = best
         moves = list(changes(kept, new))
         takes_back = any(to in self._left.get((vm, layer), ()) for vm, layer, _, to in moves)
@@ -217,13 +247,36 @@ class Decider:
         return replace(stays, plan=new, is_new=True, message=message, change=pending.change)
 
     def _undo(self, failed: _Pending, stays: Decision, window: Window) -> Decision:
-        self._failed.append(failed)
-        self._num_reversals += 1
+        if not failed.recomputes:
+            self._failed.append(failed)
+            self._num_reversals += 1
         measured, old = window.measured, failed.old
         back = Change(_what(failed.new, old), window.took.mean, failed.change.before_seconds)
         old = replace(old, prediction=measured.prediction(old))
-        undo = _Pending(back, failed.new, old, measured.cluster, 0.0, undoes=stays.judged)
+        undo = replace(failed, change=back, old=failed.new, new=old, error=0.0, undoes=stays.judged)
         return self._change(undo, stays, window)
+
+    def _recomputing(self, plan: Plan, stays: Decision, window: Window) -> Decision:
+        """Replaces a memory plan that takes longer than recomputing all layers is expected to."""
+        measured, stays = window.without_moves, replace(stays, goes_on=window.is_early)
+        if measured is None or not self.judges_memory or not _moves(plan):
+            return stays
+        settings = replace(
+            self._settings.let_free(plan),
+            partition=[list(counts) for counts in plan.placement.counts],
+            recompute="full",
+        )
+        profile, cluster, ranks = measured.profile, measured.cluster, Topology(plan.ranks)
+        try:
+            new = make_plan(settings, profile, cluster, ranks, plan)
+        except (PlanError, BudgetError):
+            return stays  # there is no room for it
+        took, then = window.took.mean, new.prediction
+        if then is None or new.is_like(plan) or took <= (1 + MIN_GAIN) * then.step_seconds:
+            return stays
+        change = Change(_what(plan, new), took, then.step_seconds)
+        found = _Pending(change, plan, new, cluster, window.took.error, recomputes=True)
+        return replace(self._change(found, stays, window), is_soon=True)
 
     def _best(self, plan: Plan, window: Window) -> tuple[Plan, bool] | None:
         """Returns a better plan, and whether the present one is no choice; ``None`` if there is
@@ -331,9 +384,15 @@ def _surely(old: Plan, new: Plan, window: Window) -> bool:
     return measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
 
 
+def _moves(plan: Plan) -> bool:
+    """Whether a plan moves anything, or holds a part of what its recomputed layers save."""
+    return any(map(any, (plan.swaps, plan.optimizer_on_host, plan.weights_on_host)))
+
+
 def _what(old: Plan, new: Plan) -> str:
     if old.placement == new.placement and old.ranks == new.ranks:
-        return "other tensors move or are made again"
+        is_full = all(len(again) == len(new.layers) for again in new.recompute or [()])
+        return "all layers are recomputed" if is_full else "other tensors move or are made again"
     before, after = _counts(old), _counts(new)
     if old.ranks != new.ranks:
         before += f" on the ranks {ranks_text(old.ranks)}"

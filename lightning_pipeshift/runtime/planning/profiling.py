@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import torch
@@ -82,7 +82,6 @@ class Profiler:
         # owned before some of them were taken from it.
         self._own: frozenset[int] = frozenset()
         self._times_before: dict[int, Times] = {}
-        self._work_before: list[float] = []
         self._earlier: dict[int, Times] = {}
         # These times as they were before this rank's layers changed.
         self._held_before: dict[int, Times] = {}
@@ -101,8 +100,6 @@ class Profiler:
         """Whether no more measurements are needed."""
         self.num_measured = 0
         """The number of steps that were measured in this window."""
-        self.pause_seconds = 0.0
-        """About how long this rank's pauses were, when layers were taken from it."""
 
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
         """Takes the estimates that a stopwatch made before training."""
@@ -199,7 +196,7 @@ class Profiler:
         layers = frozenset(layers)
         stretch, error = self._stretch(fewest)
         times = self._times(layers, stretch)
-        self._hold(layers, times)
+        self._hold(layers, times, error)
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self._guesses.items()
@@ -218,6 +215,7 @@ class Profiler:
             times=times,
             earlier=self._earlier,
             error=error,
+            ran=None if self._is_asynchronous else self.timer.ran,
             extra=self._extra(times.values(), stretch),
             outside_seconds=self.timer.median(_OUTSIDE),
             saved_bytes={
@@ -284,9 +282,11 @@ class Profiler:
             return 1.0, 0.0
         return work.mean / typical, work.error / work.mean
 
-    def _hold(self, own: frozenset[int], times: dict[int, Times]) -> None:
+    def _hold(self, own: frozenset[int], times: dict[int, Times], error: float) -> None:
         """Keeps the times that this rank had before layers were taken from it: with less to do, a
         device with a CPU quota looks as fast as one without. They hold until it gets layers again.
+        If it is surely slower than by these, it counts as slower: steps from before it became slow
+        may be in their mean.
         """
         if own != self._own:
             held, self._earlier = self._earlier, {}
@@ -294,14 +294,13 @@ class Profiler:
                 self._earlier = self._held_before
             elif own < self._own:
                 self._earlier = self._times_before
-                ordered = sorted(self._work_before)
-                self.pause_seconds = ordered[-2] - median(ordered) if len(ordered) > 1 else 0.0
             self._held_before, self.is_undone = held, False
+        elif self._earlier and times:
+            now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
+            more = max(1.0, now / before / (1 + 2 * error)) if before else 1.0
+            self._earlier = {n: (more * f, more * b) for n, (f, b) in self._earlier.items()}
         if times:
             self._times_before = times
-            self._work_before = [
-                self._num_timed * self._mean_size * seconds for seconds in self._work
-            ]
         self._own = own
 
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:

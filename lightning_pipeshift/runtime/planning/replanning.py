@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 from typing import Final
 
 import torch
@@ -28,7 +27,6 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import (
     LayerProfile,
     SharedWeights,
@@ -42,10 +40,10 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.decisions import Decisions
-from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes
+from lightning_pipeshift.runtime.planning.delivered import Estimate, ProbeTimes, recent
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
-from lightning_pipeshift.runtime.planning.memory_trial import NUM_STEPS, MemoryTrial, Verdict
 from lightning_pipeshift.runtime.planning.move_decision import (
+    FEW_STEPS,
     Decider,
     Decision,
     Window,
@@ -63,7 +61,9 @@ have been measured for a moment only: equal ones may look so different then.
 """
 
 _SLOWER: Final = 1.1
-"""A rank that was so many times as slow before layers were taken from it may be fast again."""
+"""A rank that was so many times as slow before layers were taken from it may be fast again. By a
+probe that takes no longer than this it is.
+"""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class _Coming:
         took: the seconds of one, by this rank's clock.
         mine: the measurements.
         carried: what the rank has sent to other stages meanwhile.
-        is_trial: whether they are for the memory plan only.
+        is_early: whether they are :data:`FEW_STEPS`.
         age: how many steps old they are.
         is_sent: whether they have left this rank.
     """
@@ -86,7 +86,7 @@ class _Coming:
     took: Estimate
     mine: RankFigures
     carried: tuple[Carried, ...]
-    is_trial: bool = False
+    is_early: bool = False
     age: int = 0
     is_sent: bool = False
 
@@ -131,19 +131,14 @@ class Replanning:
         self._decision: tuple[Future[Decision], Plan] | None = None
         self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
-        memory = settings.memory
-        self._trial = MemoryTrial(
-            memory is not None
-            and isinstance(memory.policy, Planned)
-            and settings.plan is None
-            and settings.recompute == "auto"
-            and not settings.only_measures
-        )
+        # Whether the next decision is to be made after a few steps.
+        self._is_soon = self._decider.judges_memory
         # Seconds of a slice of the probe on this rank at the start; and how many times as long it
         # took when the rank was probed, since layers were taken from it.
         self._slice_seconds: float | None = None
         self._probe_times = ProbeTimes()
         self._slowdown: float | None = None
+        self._doubt = 0.0  # the relative standard error of that
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
@@ -304,7 +299,8 @@ class Replanning:
             updates_at_once=self._updates_at_once,
         )
         waited = tuple(each.waited_seconds for each in figures)
-        return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())
+        ran = [each.ran for each in figures]
+        return Measured(profile, cluster, topology.ranks, waited if any(waited) else (), ran)
 
     @property
     def optimizer_bytes(self) -> dict[int, int]:
@@ -479,9 +475,7 @@ class Replanning:
                 measurements until they have surely sent them.
         """
         self._gather(lag)
-        steps, is_trial = self._window, self._trial.is_due(plan)
-        if is_trial:
-            steps = min(steps, NUM_STEPS)
+        steps = min(self._window, FEW_STEPS) if self._is_soon else self._window
         is_due = self.measures and steps and self.profiler.num_measured >= steps
         if not is_due or self._is_deciding or self._coming is not None:
             return
@@ -493,7 +487,7 @@ class Replanning:
         mine = self._probed(own, figures, took)
         self._is_deciding = not self._settings.only_measures
         carried = self.profiler.links.since()
-        self._coming = _Coming(plan, steps, took, mine, carried, is_trial)
+        self._coming = _Coming(plan, steps, took, mine, carried, self._is_soon)
         if lag:
             # The others may be as far behind when this step ends.
             self._coming.age = -1
@@ -512,17 +506,20 @@ class Replanning:
         is_held = bool(figures.earlier) or not own
         if not is_held:
             self._slowdown = None
-        elif before and before < _SLOWER * now:
-            return figures  # it looks slow as before
-        seconds = self._probe_times.seconds(
-            is_held, self.profiler.pause_seconds, self._window * took.mean
-        )
+        is_slow = bool(before) and before < _SLOWER * now
+        seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
-            self._slowdown = max(fmean(slices), 1e-9) / self._slice_seconds
-        if self._slowdown is None:
+            found = recent(slices, len(slices))
+            slowdown = found.mean / self._slice_seconds
+            # What other programs add to it now and then is in the times of all ranks' layers.
+            self._slowdown = slowdown if slowdown > _SLOWER else 1.0
+            self._doubt = found.error / found.mean if found.mean else 0.0
+        if self._slowdown is None or is_slow:
             return figures
-        return replace(figures, earlier={}, slowdown=self._slowdown)
+        # Without layers, the few operations around them do not say how fast the rank is.
+        error = figures.error if own else self._doubt
+        return replace(figures, earlier={}, slowdown=self._slowdown, error=error)
 
     def end_gathering(self) -> None:
         """Called when no rank is behind another one."""
@@ -544,17 +541,12 @@ class Replanning:
             coming.is_sent = True
         if is_over:
             self._coming = None
-            self.is_measured |= not is_first and not coming.is_trial
+            self.is_measured |= not is_first
         if found_by_rank is None:
             return
         figures, all_took, carried = zip(*found_by_rank, strict=True)
         # Steps before a change of any rank do not count; and a step ends when its last rank does.
         took = min(all_took, key=lambda each: (each.num_steps, -each.mean))
-        if coming.is_trial:
-            own = self._learned([each.without_moves for each in figures])
-            judge = partial(self._judge, coming.plan, took.mean, own)
-            self._decision = self._threads.submit(judge), coming.plan
-            return
         num_messages = coming.steps * coming.plan.microbatches
         self._cluster, links = measured_links(self._cluster, carried, num_messages)
         learned = self._learned(figures)
@@ -564,31 +556,21 @@ class Replanning:
         self.is_measured = True
         if self._is_deciding:
             # Planning takes longer than a small step.
-            errors = [each.error for each in figures]
-            window = Window(coming.steps, took, self.measured, errors, self.steps_left, links)
+            plain = None
+            if self._decider.judges_memory:
+                plain = self._learned([each.without_moves for each in figures])
+            window = Window(
+                coming.steps,
+                took,
+                self.measured,
+                [each.error for each in figures],
+                self.steps_left,
+                links,
+                plain,
+                coming.is_early,
+            )
             decide = partial(self._decider.decide, coming.plan, window)
             self._decision = self._threads.submit(decide), coming.plan
-
-    def _judge(self, plan: Plan, took: float, measured: Measured) -> Decision:
-        """Compares the plan in force with one that recomputes everything, on the first rank."""
-
-        def recomputing() -> Plan | None:
-            settings = replace(
-                self._settings,
-                partition=[list(counts) for counts in plan.placement.counts],
-                schedule=plan.schedule,
-                microbatches=plan.microbatches,
-                recompute="full",
-            )
-            with suppress(PlanError, BudgetError):
-                return make_plan(
-                    settings, measured.profile, measured.cluster, Topology(plan.ranks), plan
-                )
-            return None
-
-        verdict, found, message = self._trial.judge(plan, took, recomputing)
-        is_new = verdict in (Verdict.TRY, Verdict.RETURN)
-        return Decision(found.to_json(), is_new, message, verdict=verdict)
 
     def announce(self, plan: Plan) -> Decision:
         """Returns the first rank's decision on all ranks. Every rank calls this, when the first one
@@ -620,15 +602,9 @@ class Replanning:
 
     def accept(self, found: Decision) -> None:
         """Takes a decision of the first rank. Every rank calls this."""
-        self._is_deciding = False
+        self._is_deciding, self._is_soon = False, found.is_soon
         self.profiler.take_working_bytes(found.working_bytes)
         self.profiler.is_undone = found.judged is not None and found.judged.verdict == UNDONE
         self.decisions.accept(found)
-        if found.verdict is not None:
-            self._trial.take(found.verdict, Plan.from_json(found.plan))
-            if found.verdict is Verdict.STAY:
-                self._decider.recompute_everything()
-            if not found.is_new:
-                return
         if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)

@@ -22,6 +22,11 @@ from lightning_pipeshift.text import seconds_text
 _NOTICEABLE: Final = 0.02
 """The fraction of a step from which on a wait is reported."""
 
+_HELD_BACK: Final = 0.9
+"""A process that runs a smaller part of the time in which its layers work is held back: by a CPU
+quota, or by other programs.
+"""
+
 _MOST_STAGES: Final = 16
 """Deeper pipelines take long to simulate once for each link and stage."""
 
@@ -35,11 +40,13 @@ class Wait:
         ranks: the ends of the link; or the rank of the slow stage, or of the stage that waits for
             its swapped tensors.
         seconds: of a step.
+        ran: in which part of its layers' time the slow stage's thread ran; ``None``: not known.
     """
 
     what: str
     ranks: tuple[int, ...]
     seconds: float
+    ran: float | None = None
 
     def __str__(self) -> str:
         names = {
@@ -47,7 +54,11 @@ class Wait:
             "stage": "rank {}, whose layers take longer than those of other stages",
             "host": "tensors that rank {} has swapped out",
         }
-        return f"{seconds_text(self.seconds)} for {names[self.what].format(*self.ranks)}"
+        text = f"{seconds_text(self.seconds)} for {names[self.what].format(*self.ranks)}"
+        if self.ran is None:
+            return text
+        text += f" (its process runs {self.ran:.0%} of their time"
+        return text + (")" if self.ran > _HELD_BACK else ": held back, or they wait)")
 
 
 def waits_of(plan: Plan, measured: Measured) -> list[Wait]:
@@ -63,7 +74,8 @@ def waits_of(plan: Plan, measured: Measured) -> list[Wait]:
             continue
         links, stages = saved_seconds(plan.schedule, plan.microbatches, costs)
         found += [Wait("link", (ranks[b], ranks[b + 1]), each) for b, each in enumerate(links)]
-        found += [Wait("stage", (ranks[stage],), each) for stage, each in enumerate(stages)]
+        for rank, each in zip(ranks, stages, strict=True):
+            found.append(Wait("stage", (rank,), each, measured.ran[rank] if measured.ran else None))
     found += [Wait("host", (rank,), each) for rank, each in enumerate(measured.waited_seconds)]
     least = _NOTICEABLE * prediction.step_seconds
     noticeable = [wait for wait in found if wait.seconds > least]

@@ -81,6 +81,23 @@ def test_steps_before_a_change_do_not_count() -> None:
     assert same.error < found.error / 2
 
 
+@pytest.mark.parametrize("since", [15, 16, 19])
+def test_steps_before_a_change_do_not_count_wherever_it_is(since: int) -> None:
+    """A decision falls into the first steps after it: then both halves of 20 steps have some."""
+    steps = [*noisy(0.15, 40), *noisy(0.30, since, seed=3)]
+    found = recent(steps, PATIENCE)
+    assert found.mean == pytest.approx(0.30, rel=0.03)
+    assert found.num_steps <= since + 2
+
+
+def test_a_long_time_without_rare_pauses_is_no_change() -> None:
+    steps = ([0.05] * 30 + [0.55]) * 16
+    for clean in range(31):
+        found = recent([*steps, *([0.05] * clean)], PATIENCE)
+        assert found.mean == pytest.approx(0.05 + 0.5 / 31, rel=0.1), clean
+        assert found.num_steps > 100
+
+
 def test_the_error_says_how_much_is_open() -> None:
     rare = [1.0] * 100
     for step in range(9, 100, 20):
@@ -94,7 +111,7 @@ def test_the_error_says_how_much_is_open() -> None:
 
 
 def due(times: ProbeTimes, is_held: bool, count: int, window_seconds: float = 10.0) -> list[int]:
-    return [n for n in range(1, count + 1) if times.seconds(is_held, 0.0, window_seconds)]
+    return [n for n in range(1, count + 1) if times.seconds(is_held, False, window_seconds)]
 
 
 def test_after_a_failed_return_the_next_probe_waits_twice_as_long() -> None:
@@ -110,14 +127,17 @@ def test_after_a_failed_return_the_next_probe_waits_twice_as_long() -> None:
 
 
 def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
-    assert due(ProbeTimes(), True, 18, window_seconds=1.0) == [6, 10, 14, 18]
+    assert due(ProbeTimes(), True, 18, window_seconds=1.0) == [6, 12, 18]
 
-    def first(pause_seconds: float, window_seconds: float) -> float:
+    for window_seconds in (0.1, 1.0, 2.0, 100.0):
         times = ProbeTimes()
-        found = (times.seconds(True, pause_seconds, window_seconds) for _ in range(20))
-        return next(filter(None, found))
+        found = [times.seconds(True, False, window_seconds) for _ in range(200)]
+        assert sum(found) <= 0.05 * len(found) * window_seconds + 1e-9
+        assert all(0.3 <= each <= 3.0 for each in filter(None, found))
+        assert any(found)
 
-    assert first(0.0, 100.0) == 0.3, "three periods of Docker's quota"
-    assert first(0.1, 100.0) == pytest.approx(0.6)
-    assert first(0.1, 2.0) == pytest.approx(0.4), "a twentieth of four windows"
-    assert first(60.0, 100.0) == 3.0
+
+def test_a_rank_that_shows_how_slow_it_is_needs_no_probe_until_it_looks_fast() -> None:
+    times = ProbeTimes()
+    assert not any(times.seconds(True, True, 10.0) for _ in range(50))
+    assert times.seconds(True, False, 10.0), "at once: it has been held for long"

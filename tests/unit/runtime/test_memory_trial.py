@@ -1,8 +1,9 @@
-"""Memory plans against recomputing everything, by the seconds of steps that a test makes up."""
+"""Memory plans against recomputing all layers, by the seconds of steps that a test makes up."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,21 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.policies import Planned, SwapAll
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
-from lightning_pipeshift.runtime.planning.memory_trial import MARGIN, MemoryTrial, Verdict
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.runtime.planning.delivered import Estimate
+from lightning_pipeshift.runtime.planning.make_plan import Settings
+from lightning_pipeshift.runtime.planning.move_decision import (
+    FEW_STEPS,
+    MIN_GAIN,
+    Decider,
+    Decision,
+    Window,
+)
 
 TENSORS = (SavedTensor(0, 1000, spares=0.5), SavedTensor(1, 1000))
 LAYER = LayerProfile("layer", saved_bytes=2000, tensors=TENSORS)
@@ -36,78 +48,94 @@ assert AGAIN.prediction is not None
 EXPECTED = AGAIN.prediction.step_seconds
 
 
-def followed(
-    first: Plan, *steps: float, alternative: Plan | None = AGAIN
-) -> tuple[list[str], Plan]:
-    """What two ranks find, of which the second only hears of it; and the plan in force then."""
-    trial, other = MemoryTrial(True), MemoryTrial(True)
-    now, found = first, []
+def decider(policy: Any = None, **chosen: Any) -> Decider:
+    memory = MemoryRequest(policy=policy or Planned())
+    return Decider(Settings(microbatches=2, memory=memory, **chosen), Topology(((0,),)))
+
+
+def decide(mind: Decider, now: Plan, took: float, without_moves: Any = MEASURED) -> Decision:
+    """What follows from the first few steps."""
+    measured = Estimate(took, 0.0, FEW_STEPS)
+    window = Window(FEW_STEPS, measured, MEASURED, without_moves=without_moves, is_early=True)
+    return mind.decide(now, window)
+
+
+def followed(first: Plan, *steps: float) -> tuple[list[str], Plan]:
+    """The verdicts on what each few steps changed, and the plan in force then."""
+    mind, now, found = decider(), first, []
     for took in steps:
-        assert trial.is_due(now) == other.is_due(now)
-        if not trial.is_due(now):
-            found.append("not judged")
-            continue
-        verdict, now, message = trial.judge(now, took, lambda: alternative)
-        assert bool(message) == (verdict is not Verdict.KEEP)
-        trial.take(verdict, now)
-        other.take(verdict, now)
-        found.append(verdict.value)
+        decision = decide(mind, now, took)
+        verdict = decision.judged.verdict if decision.judged is not None else "-"
+        found.append(f"{verdict} new" if decision.is_new else verdict)
+        # The owners of layers are decided about later.
+        assert decision.is_new or decision.goes_on
+        now = Plan.from_json(decision.plan)
     return found, now
 
 
 @pytest.mark.parametrize("first", [MOVES, PARTS])
 def test_a_plan_slower_than_recomputing_everything_is_replaced_by_that(first: Plan) -> None:
     slow = 3.9 * EXPECTED
-    found = followed(first, slow, 1.3 * EXPECTED, slow)
+    found, now = followed(first, slow, 1.3 * EXPECTED, slow, slow)
     # However slow it becomes then: it has been tried once.
-    assert found == (["try", "stay", "not judged"], AGAIN)
+    assert found == ["- new", "kept", "-", "-"]
+    assert now.is_like(AGAIN)
 
 
-def test_the_faster_of_the_two_stays_for_good() -> None:
+def test_if_recomputing_is_slower_the_plan_before_returns_for_good() -> None:
     slow = 2 * EXPECTED
-    assert followed(MOVES, slow, 1.5 * slow, 9 * slow) == (["try", "return", "not judged"], MOVES)
+    found, now = followed(MOVES, slow, 1.5 * slow, slow, 9 * slow)
+    assert found == ["- new", "undone new", "kept", "-"]
+    assert now.is_like(MOVES)
 
 
-def test_a_plan_that_is_fast_enough_is_kept_and_another_one_is_judged_again() -> None:
-    fast = MARGIN * EXPECTED
-    assert followed(MOVES, fast, 100.0) == (["keep", "not judged"], MOVES)
-    trial = MemoryTrial(True)
-    trial.take(Verdict.KEEP, MOVES)
-    assert trial.is_due(PARTS)
+def test_a_plan_that_is_fast_enough_stays() -> None:
+    found, now = followed(MOVES, (1 + MIN_GAIN) * EXPECTED, EXPECTED, 1.01 * EXPECTED)
+    assert found == ["-", "-", "-"]
+    assert now.is_like(MOVES)
 
 
-def test_a_verdict_that_was_discarded_does_not_count() -> None:
-    """A user's move came into force instead of the plan that recomputes everything."""
-    trial = MemoryTrial(True)
-    assert trial.judge(MOVES, 100 * EXPECTED, lambda: AGAIN)[0] is Verdict.TRY
-    assert trial.judge(PARTS, 90 * EXPECTED, lambda: AGAIN)[:2] == (Verdict.TRY, AGAIN)
+def test_once_recomputing_is_faster_later_plans_recompute() -> None:
+    mind = decider()
+    decide(mind, MOVES, 100.0)
+    decide(mind, AGAIN, EXPECTED)
+    # Without room for more than that, or with it.
+    assert not mind.decide(AGAIN, Window(20, Estimate(EXPECTED), MEASURED)).is_new
+    assert decider().decide(AGAIN, Window(20, Estimate(EXPECTED), MEASURED)).is_new
+
+
+def test_what_did_not_come_into_force_is_not_judged() -> None:
+    """A user's move came first."""
+    mind = decider()
+    assert decide(mind, MOVES, 100 * EXPECTED).is_new
+    again = decide(mind, PARTS, 90 * EXPECTED)
+    assert (again.is_new, again.judged) == (True, None)
 
 
 def test_what_moves_nothing_or_was_chosen_by_the_user_is_not_judged() -> None:
-    assert not MemoryTrial(True).is_due(KEPT)
-    assert not MemoryTrial(True).is_due(AGAIN)
-    assert not MemoryTrial(False).is_due(MOVES)
+    for now in (KEPT, AGAIN):
+        assert not decide(decider(), now, 100.0).is_new
+    assert decider().judges_memory
+    for mind in (decider(SwapAll()), decider(recompute="none"), decider(only_measures=True)):
+        assert not mind.judges_memory
+        assert not decide(mind, MOVES, 100.0).is_new
 
 
-@pytest.mark.parametrize("alternative", [None, replace(AGAIN, prediction=None), MOVES])
-def test_without_another_plan_it_is_kept(alternative: Plan | None) -> None:
-    assert followed(MOVES, 100.0, alternative=alternative) == (["keep"], MOVES)
+def test_without_room_or_layer_times_the_plan_stays() -> None:
+    small = replace(MEASURED.cluster.devices[0], memory_bytes=1)
+    unknown = replace(MEASURED.profile, kinds={"gpu": KindProfile((0.0, 0.0), (0.0, 0.0))})
+    for other in (
+        replace(MEASURED, cluster=Cluster((small,))),
+        replace(MEASURED, profile=unknown),
+    ):
+        assert not decide(decider(), MOVES, 100.0, other).is_new
 
 
-def test_a_plan_that_never_came_into_force_is_not_judged() -> None:
-    trial = MemoryTrial(True)
-    trial.take(Verdict.TRY, AGAIN)
-    # It was refused, or the user has moved layers meanwhile.
-    assert not trial.is_due(MOVES)
-    assert not trial.is_due(KEPT)
-
-
-def test_the_message_says_what_was_predicted_what_came_and_what_is_expected() -> None:
-    assert MOVES.prediction is not None
-    _, _, message = MemoryTrial(True).judge(MOVES, 100.0, lambda: AGAIN)
-    assert "a step took 100 s" in message
-    assert f"{MOVES.prediction.step_seconds:.3g} s had been predicted" in message
-    assert f"{EXPECTED:.3g} s are expected if all layers are recomputed" in message
+def test_the_change_says_what_came_and_what_is_expected() -> None:
+    decision = decide(decider(), MOVES, 100.0)
+    expected = f"all layers are recomputed: a step took 100 s, and {EXPECTED:.3g} s is expected"
+    assert str(decision.change) == expected
+    assert expected in decision.message
 
 
 def test_waits_for_copies_do_not_make_recomputing_look_slow() -> None:

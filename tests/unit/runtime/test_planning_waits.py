@@ -5,18 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
 from lightning_pipeshift.commands.running import shown
+from lightning_pipeshift.model.execution import timing
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
+from lightning_pipeshift.runtime.planning.profiling import Profiler
 from lightning_pipeshift.runtime.planning.waits import saved_seconds, waits_of, waits_text
 
 RANKS = ((2, 0, 1),)
 
 
-def waits(speed: float = 1.0, bandwidth: float = 1e12, waited: tuple[float, ...] = ()) -> Any:
+def waits(
+    speed: float = 1.0,
+    bandwidth: float = 1e12,
+    waited: tuple[float, ...] = (),
+    ran: tuple[float | None, ...] = (),
+) -> Any:
     """Three equal stages; rank 0, the second stage, of another speed, and with another link to
     rank 1.
     """
@@ -24,7 +37,7 @@ def waits(speed: float = 1.0, bandwidth: float = 1e12, waited: tuple[float, ...]
     kinds = {"cpu": KindProfile((0.01,) * 6, (0.02,) * 6)}
     devices = tuple(Device("here", "cpu", speed=speed if rank == 0 else 1.0) for rank in range(3))
     cluster = Cluster(devices, inside=Link(0, 1e12), ranks={(0, 1): Link(0, bandwidth)})
-    measured = Measured(Profile(layers, kinds, 1.0, 4), cluster, RANKS, waited)
+    measured = Measured(Profile(layers, kinds, 1.0, 4), cluster, RANKS, waited, ran)
     plan = measured.plan("1f1b", 4, [Cut((2, 2, 2))])
     return waits_of(plan, measured)
 
@@ -44,6 +57,45 @@ def test_a_slow_link_a_slow_neighbour_and_a_full_host_are_told_apart() -> None:
     together = waits(speed=0.5, bandwidth=1e4, waited=(0.0, 50.0, 0.0))
     assert next(wait.what for wait in together) == "host", "the longest first"
     assert {wait.what for wait in together} == {"link", "stage", "host"}
+
+
+def test_a_slow_stage_that_is_held_back_is_told_from_one_that_computes_more() -> None:
+    [held] = waits(speed=0.5, ran=(0.48, 0.99, 0.99))
+    assert str(held).endswith("(its process runs 48% of their time: held back, or they wait)")
+    [computes] = waits(speed=0.5, ran=(0.97, 0.99, 0.99))
+    assert str(computes).endswith("(its process runs 97% of their time)")
+    [unknown] = waits(speed=0.5, ran=(None, None, None))
+    assert str(unknown).endswith("than those of other stages")
+
+
+class Clocks:
+    """Time that a test lets pass, with and without this thread running."""
+
+    def __init__(self) -> None:
+        self.clock = self.processor = 0.0
+
+    def perf_counter(self) -> float:
+        return self.clock
+
+    def thread_time(self) -> float:
+        return self.processor
+
+
+def test_how_much_of_the_time_of_layers_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks, gate = Clocks(), Gate("layer", nn.Identity(), 0, CurrentPass())
+    monkeypatch.setattr(timing, "time", clocks)
+    profiler = Profiler(torch.device("cpu"), LinkMeter(frozenset()))
+    timer = profiler.timer
+    for took, ran in ((1.0, 1.0), (3.0, 1.0)):
+        timer.enter(gate, ())
+        clocks.clock += took
+        clocks.processor += ran
+        timer.leave(gate, (), ())
+        # What passes between two layers is not theirs: waits for data, for example.
+        clocks.clock += 100.0
+    assert profiler.figures((), [], ()).ran == 0.5
+    profiler.next_window()
+    assert profiler.figures((), [], ()).ran == 1.0
 
 
 def test_the_seconds_are_those_of_the_simulator() -> None:
