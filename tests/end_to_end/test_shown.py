@@ -60,7 +60,7 @@ def test_the_stages_are_shown_where_the_model_is(summary: bool) -> None:
     assert "PipeShiftStrategy(microbatches=8)" in number
     assert len(tables) == int(summary)
     if summary:
-        lines = tables[0].splitlines()
+        lines = tables[0].removeprefix("PipeShift: ").splitlines()
         assert lines[0] == "the stages of virtual machine 0 (one replica of the pipeline)"
         rows = [line.split() for line in lines]
         assert rows[1] == ["stage", "rank", "host", "parameters", "layers"]
