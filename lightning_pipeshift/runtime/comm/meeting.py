@@ -27,7 +27,7 @@ from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.runtime.comm.sockets import give_up_after, open_sockets
 from lightning_pipeshift.text import print_at_once
 
-GONE_SECONDS: Final = 15.0
+GONE_SECONDS: Final = 10.0
 """After how many seconds without an answer a rank that has already come is gone."""
 
 LAUNCHER: Final = "PIPESHIFT_LAUNCHER"
