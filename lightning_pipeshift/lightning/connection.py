@@ -39,7 +39,12 @@ from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.comm.replicas import Replicas
-from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_down
+from lightning_pipeshift.runtime.comm.sockets import (
+    Opened,
+    give_up_after,
+    open_sockets,
+    shut_down,
+)
 from lightning_pipeshift.runtime.comm.turns import Turns
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
@@ -272,6 +277,8 @@ class Connection:
             self._options.timeout or default_pg_timeout,
         )
         board = self._make_board(place, store, before)
+        # From now on, heartbeats tell.
+        give_up_after(open_sockets() - before - board.sockets, 0)
         with board.watched(), nccl_environment():
             init_dist_connection(
                 environment,
@@ -433,8 +440,7 @@ class Connection:
             return False
         self.has_failed = True
         board = self._board
-        heard = isinstance(exception, StageFailedError)
-        if board is not None and not heard and not board.is_first(exception):
+        if board is not None and not board.is_first(exception):
             board.publish(board.own_name, exception)
         if self._groups is not None:
             # Later code may wait for the device, which may wait for other ranks.

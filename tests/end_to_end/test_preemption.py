@@ -241,7 +241,7 @@ def test_a_signal_ends_ranks_that_wait_for_what_never_comes(
     results = run_ranks(on_rank, 2, wait_for_good, strategy, (rank, int(number)), {})
     assert results[rank] == ("143" if number == signal.SIGTERM else "1")
     # The second rank waits for a vote by then, in short waits, or for a payload.
-    reason = rf"got {number.name}, and ends, as it waits for (.*)|failed first: KeyboardInterrupt"
+    reason = rf"got {number.name}, and ends its wait, as (.*)|failed first: KeyboardInterrupt"
     found = re.search(reason, results[1 - rank])
     assert found, results[1 - rank]
     if rank == 0:

@@ -24,9 +24,10 @@ from typing import Final
 import torch.distributed as dist
 
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.runtime.comm.sockets import give_up_after, open_sockets
 from lightning_pipeshift.text import print_at_once
 
-GONE_SECONDS: Final = 15.0
+GONE_SECONDS: Final = 10.0
 """After how many seconds without an answer a rank that has already come is gone."""
 
 LAUNCHER: Final = "PIPESHIFT_LAUNCHER"
@@ -103,14 +104,16 @@ def store_of_this_start(
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     troubled_since: float | None = None
     while True:
-        if rank:
-            _await_listener(address, port, waiting, troubled_since)
         began = time.monotonic()
+        if not is_master:
+            _await_listener(address, port, waiting, troubled_since)
+            began = time.monotonic()
+        before = open_sockets()
         try:
             store = _connected(
                 partial(
                     dist.TCPStore,
-                    address,
+                    "localhost" if is_master else address,
                     port,
                     world_size,
                     is_master=is_master,
@@ -119,6 +122,9 @@ def store_of_this_start(
                     multi_tenant=True,
                 )
             )
+            give_up_after(open_sockets() - before, _ANSWER_SECONDS)
+            if is_master:
+                _await_listener(address, port, waiting, began)
             store.set_timeout(timeout)
             name = agreed_name(store, rank, world_size, waiting)
             return dist.PrefixStore(f"pipeshift/{name}", store)
@@ -159,7 +165,7 @@ def _connected(make: Callable[[], dist.Store]) -> dist.Store:
 
 def _no_store(where: str, error: Exception | str) -> StageFailedError:
     return StageFailedError(
-        f"Rank 0 has ended, or is not what listens at {where} ({str(error).splitlines()[0]}). Look"
+        f"Rank 0 does not answer at {where} ({str(error).splitlines()[0]}). Look"
         " at what rank 0 has printed; MASTER_ADDR has to be an address of its host, and MASTER_PORT"
         " a port that no other program uses."
     )
@@ -170,6 +176,7 @@ def _await_listener(
 ) -> None:
     """Waits until the first rank listens. A store that is refused pauses for several hundred
     milliseconds before it tries again, and ranks that start together often come before the first.
+    A first rank whose host refuses is late; one whose host does not answer has failed.
 
     Args:
         address: where it listens.
@@ -178,10 +185,13 @@ def _await_listener(
         troubled_since: since when a first rank that had come has not answered.
     """
     while True:
+        began = time.monotonic()
         try:
             socket.create_connection((address, port), timeout=_ANSWER_SECONDS).close()
             return
         except OSError as error:
+            if troubled_since is None and not isinstance(error, ConnectionRefusedError):
+                troubled_since = began
             if troubled_since is not None and time.monotonic() - troubled_since > GONE_SECONDS:
                 raise _no_store(f"{address}, port {port}", error) from None
             waiting.pause("Rank 0", f" ({error})")

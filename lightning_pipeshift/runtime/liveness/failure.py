@@ -28,7 +28,7 @@ from lightning_pipeshift.runtime.liveness.peers import Peers
 from lightning_pipeshift.runtime.liveness.stalls import (
     StallWatch,
     activity,
-    waiting_text,
+    standstill_text,
     write_stacks,
 )
 from lightning_pipeshift.text import print_at_once
@@ -40,10 +40,11 @@ HEARTBEAT_SECONDS: Final = 10.0
 _GRACE_SECONDS: Final = 10.0
 # How long after another rank's error this rank may continue.
 _RESPITE_SECONDS: Final = 1.0
-# How long after a signal this rank may still wait without a sign that the run continues; and how
-# long if other ranks do what it waits for.
-_SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0}
-_WORK_SECONDS: Final = 20.0
+# How long after a signal this rank may still wait without a sign that the run continues. After a
+# SIGTERM it may be twice the longest pause of the last minute, for a step that ends in order.
+_SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 2.0}
+_RECENT_SECONDS: Final = 60.0
+_MOST_PAUSE_SECONDS: Final = 20.0
 _MOST_CHARACTERS: Final = 6000
 
 
@@ -98,9 +99,11 @@ class FailureBoard:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._signal: int | None = None
-        # When there was a sign of progress since the signal, and what that sign was.
-        self._moved_at = 0.0
+        # The last sign of progress, and when it was seen; the longest pause between two signs in
+        # the last minute, and its end.
         self._sign: Any = None
+        self._moved_at = time.monotonic()
+        self._pause = 0.0, self._moved_at
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
@@ -228,8 +231,9 @@ class FailureBoard:
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
     def _hear_signal(self, number: int) -> None:
-        if number in _SIGNAL_SECONDS and self._signal is None:
+        if number in _SIGNAL_SECONDS and self._signal is None and self._peers is not None:
             self._signal, self._moved_at = number, time.monotonic()
+            self._peers.ask()
 
     def _heed_signal(self, peers: Peers) -> None:
         """Ends this rank's wait after a signal: Python's handler runs only when the wait is over,
@@ -239,28 +243,25 @@ class FailureBoard:
         # In waits for several ranks, the time changes without progress.
         known = waits if waits is not None and waits[0] is not None else None
         sign = sum(peers.counts.values()) + self._count(), known
-        if self._signal is None or waits is None or sign != self._sign:
+        seconds = now - self._moved_at
+        if waits is None or sign != self._sign:
+            longest, ended_at = self._pause
+            if self._signal is None and (seconds > longest or now - ended_at > _RECENT_SECONDS):
+                self._pause = seconds, now
             self._sign, self._moved_at = sign, now
             return
-        seconds = now - self._moved_at
-        if seconds < _SIGNAL_SECONDS[self._signal]:
-            peers.ask()
+        if self._signal is None or seconds < _SIGNAL_SECONDS[self._signal]:
             return
-        mine = self.activity()
-        others = [json.loads(text) for text in peers.answers.values() if text]
-        is_usual = any(
-            one["purpose"] is not None
-            and (one["waits"] is None or one["purpose"] == mine["purpose"])
-            for one in others
-        )
-        if self._signal == signal.SIGTERM and is_usual and seconds < _WORK_SECONDS:
-            return
-        name = signal.Signals(self._signal).name
-        reason = (
-            f"{self.own_name} got {name}, and ends, as it waits for"
-            f" {waiting_text(mine, self.name_of)}, and nothing has come for {seconds:.0f} s."
-        )
         is_term = self._signal == signal.SIGTERM
+        if is_term and seconds < min(2 * self._pause[0], _MOST_PAUSE_SECONDS):
+            return
+        found = {self._rank: self.activity()}
+        found |= {rank: json.loads(text) for rank, text in peers.answers.items() if text}
+        reason = (
+            f"{self.own_name} got {signal.Signals(self._signal).name}, and ends its wait, as no"
+            f" rank has completed anything for {seconds:.0f} s."
+            f" {standstill_text(found, self.name_of)}"
+        )
         self._failure = SystemExit(128 + signal.SIGTERM) if is_term else KeyboardInterrupt()
         if self._note({"by": self._rank, "reason": reason}):
             print_at_once(reason)
@@ -316,14 +317,15 @@ class FailureBoard:
         if not self._is_over and since > _RESPITE_SECONDS:
             self._is_over = True
             self._end_waits()
-        if since < _GRACE_SECONDS:
+        grace = _GRACE_SECONDS if self._signal is None else _RESPITE_SECONDS
+        if since < grace:
             return
         frame = sys._current_frames().get(self._owner)
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
         assert self._entry is not None
         message = (
             f"{self.own_name} ends its process, as it did not react for"
-            f" {_GRACE_SECONDS:g} s to this: {self._entry['reason']}\n\nIt was at\n{stack}"
+            f" {grace:g} s to this: {self._entry['reason']}\n\nIt was at\n{stack}"
         )
         print_at_once(message)
         os._exit(1)

@@ -167,34 +167,38 @@ class StallWatch:
             if len(told) == len(counts) or now - self._asked_at > _PATIENCE_SECONDS:
                 self._has_said = True
                 found = {rank: json.loads(text) for rank, text in told.items() if text}
-                self._say(self.message(found, now - self._since))
-
-    def message(self, found: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
-        """Returns a message that names the ranks that all others wait for."""
-        waits = "; ".join(
-            f"{self._name_of(rank)} waits for {waiting_text(one, self._name_of)}"
-            for rank, one in sorted(found.items())
-            if one["waits"] is not None
-        )
-        waited_for = {rank: one for rank, one in found.items() if one["waits"] is None}
-        text = f"no rank has completed anything for {seconds:.0f} s. "
-        if not waited_for:
-            return f"{text}All wait for each other: {waits}. {_ADVICE}"
-        for rank, one in sorted(waited_for.items()):
-            doing = [one["action"], one["layer"] and f"in the layer {one['layer']!r}", one["at"]]
-            where = ", ".join(filter(None, doing)) or "something outside of your code"
-            name = self._name_of(rank)
-            text += f"{name[:1].upper()}{name[1:]} is waited for; it is at {where}. "
-        return f"{text}{waits[:1].upper()}{waits[1:]}{'. ' if waits else ''}{_ADVICE}"
+                self._say(
+                    f"no rank has completed anything for {now - self._since:.0f} s."
+                    f" {standstill_text(found, self._name_of)} {_ADVICE}"
+                )
 
 
-def waiting_text(one: Mapping[str, Any], name_of: Callable[[int], str]) -> str:
-    """Describes a rank's wait: for which rank, for what, and the user's line that led there.
+def standstill_text(found: Mapping[int, Mapping[str, Any]], name_of: Callable[[int], str]) -> str:
+    """Describes what each rank waits for, and names the ranks that all others wait for.
 
     Args:
-        one: an :func:`activity` with the rank that is waited for (``"waits"``).
+        found: an :func:`activity` of each rank, with the rank that it waits for.
         name_of: a rank's name in words.
     """
+    waits = "; ".join(
+        f"{name_of(rank)} waits for {_waiting_text(one, name_of)}"
+        for rank, one in sorted(found.items())
+        if one["waits"] is not None
+    )
+    waited_for = {rank: one for rank, one in found.items() if one["waits"] is None}
+    if not waited_for:
+        return f"All wait for each other: {waits}."
+    text = ""
+    for rank, one in sorted(waited_for.items()):
+        doing = [one["action"], one["layer"] and f"in the layer {one['layer']!r}", one["at"]]
+        where = ", ".join(filter(None, doing)) or "something outside of your code"
+        name = name_of(rank)
+        text += f"{name[:1].upper()}{name[1:]} is waited for; it is at {where}. "
+    return f"{text}{waits[:1].upper()}{waits[1:]}{'.' if waits else ''}".rstrip()
+
+
+def _waiting_text(one: Mapping[str, Any], name_of: Callable[[int], str]) -> str:
+    """For which rank a rank waits, for what, and the user's line that led there."""
     whom = "several ranks" if one["waits"] < 0 else name_of(one["waits"])
     doing = one["purpose"] if one["action"] is None else one["action"]
     return whom + (f", in {doing}" if doing else "") + (f" ({one['at']})" if one["at"] else "")
