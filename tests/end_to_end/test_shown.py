@@ -111,7 +111,8 @@ def told_of_predictions(schedule: str, watched: bool) -> list[str]:
     first = quiet_trainer({"pipeshift": how}, devices=2, max_epochs=1)
     first.fit(LayersOfItsOwn(), points(8))
     costs = Costs((1e-10, 1e-10), (2e-10, 2e-10), (0.0,), (0.0,))
-    plan = replace(first.strategy.plan, prediction=Prediction((costs,), 1e-9))
+    strategy: Any = first.strategy
+    plan = replace(strategy.plan, prediction=Prediction((costs,), 1e-9))
     heard = Heard()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(heard)
     callbacks: list[Any] = [LayerMigration(patience=5)] if watched else []

@@ -176,7 +176,8 @@ def _await_listener(
 ) -> None:
     """Waits until the first rank listens. A store that is refused pauses for several hundred
     milliseconds before it tries again, and ranks that start together often come before the first.
-    A first rank whose host refuses is late; one whose host does not answer has failed.
+    A first rank whose host refuses, or is not known yet, is late; one whose host does not answer
+    has failed.
 
     Args:
         address: where it listens.
@@ -190,7 +191,9 @@ def _await_listener(
             socket.create_connection((address, port), timeout=_ANSWER_SECONDS).close()
             return
         except OSError as error:
-            if troubled_since is None and not isinstance(error, ConnectionRefusedError):
+            # A name may be made known only when its host starts.
+            is_late = isinstance(error, ConnectionRefusedError | socket.gaierror)
+            if troubled_since is None and not is_late:
                 troubled_since = began
             if troubled_since is not None and time.monotonic() - troubled_since > GONE_SECONDS:
                 raise _no_store(f"{address}, port {port}", error) from None

@@ -227,7 +227,8 @@ class Borrower:
         # The blocks that have arrived, with their buffers; ``None`` if only the lender knows the
         # buffer.
         self._arrived: dict[Key, Tensor | None] = {}
-        self._forgotten: set[Key] = set()
+        # With their bytes, which the lender has to free before they can be claimed again.
+        self._forgotten: dict[Key, int] = {}
         self._num_asked = 0
         self._failure: BaseException | None = None
         self.num_direct = 0
@@ -256,7 +257,7 @@ class Borrower:
         """Sends or copies a block's part to the lender; returns when its memory may be reused."""
         with self._changed:
             if key in self._forgotten:
-                self._forgotten.remove(key)
+                self.used_bytes -= self._forgotten.pop(key)
                 return
         try:
             buffer = self._buffer(key, block.numel())
@@ -275,8 +276,8 @@ class Borrower:
                 self._arrived[key] = buffer
                 self._changed.notify_all()
                 return
-            self._forgotten.remove(key)
-        self.back.submit(partial(self._ask, key, is_wanted=False))
+            num_bytes = self._forgotten.pop(key)
+        self.back.submit(partial(self._ask, key, False, num_bytes))
 
     def _buffer(self, key: Key, num_bytes: int) -> Tensor | None:
         """Announces a block; returns the buffer to copy it to, or ``None`` if it is to be sent."""
@@ -329,19 +330,21 @@ class Borrower:
         else:
             copy(block, lane.receive_tensor(block, self.stage), self.device)
 
-    def forget(self, key: Key) -> None:
-        """Lets the lender free a part, which may still be on its way there."""
+    def forget(self, key: Key, num_bytes: int) -> None:
+        """Lets the lender free a part, which may still be on its way there, and unclaims it."""
         with self._changed:
             if key not in self._arrived:
                 # The thread that sends it sees this, and does not send it, or asks to free it.
-                self._forgotten.add(key)
+                self._forgotten[key] = num_bytes
                 return
             del self._arrived[key]
-        self._ask(key, is_wanted=False)
+        self._ask(key, False, num_bytes)
 
-    def _ask(self, key: Key, is_wanted: bool) -> Lane:
+    def _ask(self, key: Key, is_wanted: bool, unclaimed: int = 0) -> Lane:
         with self._changed:
+            # Together: a block that is claimed now is announced behind this request.
             self._num_asked += 1
+            self.used_bytes -= unclaimed
         lane = self._lanes(_BACK, True)
         lane.send_object((key, is_wanted), self.stage)
         lane.settle()
@@ -500,8 +503,7 @@ class _RemoteBlock:
         if self._was_taken:
             return
         for borrower, key, size in self._blocks:
-            borrower.back.submit(partial(borrower.forget, key))
-            borrower.unclaim(size)
+            borrower.back.submit(partial(borrower.forget, key, size))
 
 
 def _reader(whole: Tensor) -> Callable[[Tensor], None]:

@@ -3,6 +3,7 @@ and memory.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,9 +110,9 @@ def slowly(workload, cut):
     def travels(table, boundary, microbatch):
         return sizes[microbatch] * table[boundary, cut.bounds[boundary + 1]]
 
-    ends = {}
+    ends: dict[Any, float] = {}
     while True:
-        before, sent = dict(ends), {}
+        before, sent = dict(ends), dict[Any, float]()
         for stage, row in enumerate(rows):
             free = 0.0
             for action in row:
@@ -135,9 +136,10 @@ def test_the_larger_microbatches_need_more_memory():
     model = replace(profile(2), samples=3.0, microbatches=4, batch_samples=10.0)
     layers = tuple(LayerProfile(each.name, saved_bytes=30) for each in model.layers)
     measured = Measured(replace(model, layers=layers), Cluster(devices("a:X a:X")), [[0, 1]])
-    of = {
-        schedule: measured.plan(schedule, 4, [Cut((1, 1))]).prediction.memory_bytes
-        for schedule in ("gpipe", "1f1b")
-    }
+    of: dict[str, Any] = {}
+    for schedule in ("gpipe", "1f1b"):
+        prediction = measured.plan(schedule, 4, [Cut((1, 1))]).prediction
+        assert prediction is not None
+        of[schedule] = prediction.memory_bytes
     assert of["gpipe"] == (pytest.approx((100, 100)),)
     assert of["1f1b"] == (pytest.approx((60, 30)),)

@@ -52,7 +52,7 @@ def measured(profiler: Profiler, layers: Sequence[int], seconds: float) -> RankF
     """What some steps say in which each of these layers takes so long."""
     profiler.begin_anew()
     for _ in range(10):
-        profiler.timers(1)
+        profiler.timers([1])
         profiler.begin_step()
         for layer in layers:
             profiler.timer.add("forward", layer, Moment(0.0), Moment(seconds))
