@@ -88,6 +88,7 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "10 GB/s and 10 us between devices of one host": _SETTING,
         "1 Gbit/s and 100 us between hosts": _SETTING,
         "promises 5 % or more the layers": _LIMIT,
+        "differ by more than 20 %": _LIMIT,
         "a better plan promises 5 % for the rest": _LIMIT,
     },
     "docs/guides.md": {"of which Docker gives 64 MB": "Docker's default"},

@@ -99,7 +99,7 @@ class Document(Generic[T]):
             return self._adapter.validate_json(json.dumps([value], default=str))[0]
         except PydanticError as error:
             raise PlanError(self._message(error)) from None
-        except (PipeShiftError, TypeError, ValueError, RecursionError) as error:
+        except (PipeShiftError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"{self._name}: {error}") from error
 
     def entries(self, value: T) -> dict[str, Any]:
