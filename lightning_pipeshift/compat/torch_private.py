@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -45,10 +47,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - no_dispatch: context without tensor subclasses and dispatch modes.
 # - TorchDispatchMode: documented, but only under this name.
 # - dispatch_modes_disabled: context without dispatch modes in which subclasses still dispatch.
+# - FakeTensorMode: makes tensors without data that claim to be on a real device; torch documents
+#   it, and exports it under no other name.
+# - real_tensors: context without the FakeTensorMode that is in force.
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
 __all__ = [
     "BackwardHookFunction",
     "DataLoaderIterator",
+    "FakeTensorMode",
     "Loss",
     "NormBase",
     "OperationMode",
@@ -56,6 +62,7 @@ __all__ = [
     "dispatch_modes_disabled",
     "no_dispatch",
     "pytree",
+    "real_tensors",
 ]
 
 # --- dispatch modes ---
@@ -336,6 +343,10 @@ pop_saved_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_defa
 
 push_saved_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 """Sets hooks on saved tensors, ``(pack, unpack)``; :func:`pop_saved_hooks` removes them."""
+
+apply_function: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
+"""``autograd.Function.apply`` as torch has it, for a class: ``apply_function.__get__(None, cls)``.
+The core takes its place, since it asks no subclass of a tensor."""
 
 # --- modules ---
 

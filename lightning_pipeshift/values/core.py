@@ -1,0 +1,195 @@
+"""The layers of a module, their owners, and what all microbatches on this rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import apply_function
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.values.contract import Contract, ContractFinder
+from lightning_pipeshift.values.layer_contracts import fake_copy, kind_of
+from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
+from lightning_pipeshift.values.value import PLACED, StepParameter, running
+
+Owners = Callable[[int, int], int]
+"""The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
+
+
+class Core:
+    """One rank's part of the steps of a module.
+
+    Args:
+        module: the whole module. Every rank has all of it; only a layer's owner uses the layer.
+        layers: the modules that are placed, in order.
+        owners: tells who owns which layer.
+        mailbox: connects the stages.
+        device: where this stage computes.
+        seed: of the random streams.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        owners: Owners,
+        mailbox: Mailbox,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.module, self.layers, self.owners = module, list(layers), owners
+        self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
+        self.streams = RandomStreams(device)
+        self.finder = ContractFinder(device)
+        self.contracts: dict[Any, Contract | None] = {}
+        self.number = {layer: at for at, layer in enumerate(self.layers)}
+        names = {each: name for name, each in module.named_modules()}
+        self.names = [names[layer] for layer in self.layers]
+        self.forwards = [layer.forward for layer in self.layers]
+        self.kinds = [kind_of(layer) for layer in self.layers]
+        self._fakes: dict[Any, nn.Module] = {}
+        self.parameters = [list(layer.named_parameters()) for layer in self.layers]
+        self.parameter_owners: dict[Tensor, int] = {}
+        """The stages that hold the parameters. One outside of layers gets its stage at first use."""
+        for at, named in enumerate(self.parameters):
+            for _, parameter in named:
+                self.parameter_owners.setdefault(parameter, owners(at, 0))
+        self.num_steps = 0
+        self.digest = 0
+        """Of all operations of the runs before; it is a part of what is compared in the next one."""
+        self.operation: str | None = None
+        """The operation that runs at this stage now."""
+
+    def fake_of(self, number: int) -> nn.Module:
+        """A fake copy of a layer, or of one of its kind."""
+        kind = self.kinds[number]
+        if kind not in self._fakes:
+            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
+        fake = self._fakes[kind]
+        fake.train(self.layers[number].training)
+        return fake
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Context in which the layers run at their owners, inside of steps. Outside of it the
+        module is as it was.
+        """
+        parameters = list(self.module.parameters())
+        classes = [type(parameter) for parameter in parameters]
+        before = torch.autograd.Function.apply
+        for parameter in parameters:
+            parameter.__class__ = StepParameter
+        for layer in self.layers:
+            layer.__dict__["forward"] = _PlacedForward(self, layer)
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            for layer in self.layers:
+                del layer.__dict__["forward"]
+            for parameter, cls in zip(parameters, classes, strict=True):
+                parameter.__class__ = cls
+
+    def run(
+        self,
+        step: int,
+        batches: Sequence[Any],
+        function: Callable[[Any, int], Any],
+        backward: bool = True,
+    ) -> list[Any]:
+        """Runs a step: each microbatch's forward, and its backward behind it.
+
+        Args:
+            step: its number, for the random streams.
+            batches: one for each microbatch.
+            function: the user's step: ``(batch, number of the microbatch) -> loss``.
+            backward: whether the losses' gradients are computed, each divided by the number of
+                microbatches.
+
+        Returns:
+            what the function returned for each microbatch; a value may be another stage's.
+        """
+        self.num_steps += 1
+        results, digest = [], self.digest
+        for turn, batch in enumerate(batches):
+            microbatch = Microbatch(self, self.num_steps, step, turn)
+            with self.streams.switched("step", self.seed, step, turn):
+                result = microbatch.run(function, batch)
+            if backward:
+                microbatch.run(lambda loss, _: (loss / len(batches)).backward(), result)
+            results.append(result)
+            digest = (digest * 31 + microbatch.digest) & DIGEST_MASK
+        self.digest = digest
+        self.mailbox.finish(self.num_steps)
+        return results
+
+    def held(self) -> dict[str, Tensor]:
+        """The parameters that this stage holds, by name."""
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if self.parameter_owners.get(parameter, 0) == self.stage
+        }
+
+    def place_parameters(self, parameters: Sequence[Tensor], values: Sequence[int]) -> None:
+        """Places parameters outside of layers where an operation uses them first.
+
+        Args:
+            parameters: of the operation.
+            values: the owners of its values.
+        """
+        for parameter in parameters:
+            self.parameter_owners.setdefault(parameter, max(values, default=0))
+
+
+class _PlacedForward:
+    """The ``forward`` of a layer that its owner runs."""
+
+    def __init__(self, core: Core, layer: nn.Module) -> None:
+        self._core, self._layer = core, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        core, number = self._core, self._core.number[self._layer]
+        microbatch = running()
+        if microbatch is not None:
+            assert isinstance(microbatch, Microbatch)
+            return microbatch.layer(number, args, kwargs)
+        if core.operation is not None and core.owners(number, 0) != core.stage:
+            raise LayerError(
+                f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"
+                f" {core.owners(number, 0)} owns, and runs at stage {core.stage}. Make the module"
+                " that contains both one layer."
+            )
+        return core.forwards[number](*args, **kwargs)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
+    plain = apply_function.__get__(None, cls)
+    microbatch = running()
+    if microbatch is None or not any(isinstance(x, PLACED) for x in args):
+        return plain(*args, **kwargs)
+    return microbatch.operation(_Applied(cls, plain), args, kwargs)
+
+
+class _Applied:
+    """A user's autograd function as an operation; equal for equal classes."""
+
+    def __init__(self, cls: Any, plain: Callable[..., Any]) -> None:
+        self._cls, self._plain, self.__name__ = cls, plain, f"{cls.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Applied) and other._cls is self._cls
+
+    def __hash__(self) -> int:
+        return hash(self._cls)
