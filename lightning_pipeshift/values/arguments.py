@@ -92,8 +92,8 @@ def _rebuilt(original: Any, parts: list[Any]) -> Any:
 
 
 class Arguments:
-    """The containers and objects (:attr:`nodes`) and the tensors in a call's arguments, in the order
-    in which they are found. Each is there once.
+    """The containers and objects (:attr:`nodes`) and the tensors in a call's arguments, each once,
+    in the order in which they are found.
 
     Args:
         arguments: positional and keyword arguments, or anything else.

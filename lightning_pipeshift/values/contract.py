@@ -173,7 +173,8 @@ class ContractFinder:
         )
         if not tensor.requires_grad:
             return new
-        rooted: Tensor = _Rooted.apply(torch.empty((), requires_grad=True), [new])
+        root = torch.empty((), requires_grad=True)
+        rooted: Tensor = _Rooted.apply(root, [new])  # type: ignore[no-untyped-call]
         return rooted
 
 
@@ -200,7 +201,7 @@ class _Watch(OperationMode):
     """
 
     def __init__(self, made_up: int | None, fake_mode: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
         self.draws = False
         self._made_up, self._fake_mode = made_up, fake_mode
@@ -242,7 +243,7 @@ class _Watch(OperationMode):
 def _made_up_result(func: Any, args: Any, kwargs: Any, size: int) -> Any:
     """The result of an operation whose size or number depends on values; ``None`` for others."""
     aten = torch.ops.aten
-    tensor = args[0] if args else None
+    tensor: Any = args[0] if args else None
     if func is aten.nonzero.default:
         shape = (size, tensor.dim())
         return torch.empty(shape, dtype=torch.long, device=tensor.device)

@@ -56,13 +56,13 @@ class Core:
         self._fakes: dict[Any, nn.Module] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.parameter_owners: dict[Tensor, int] = {}
-        """The stages that hold the parameters. One outside of layers gets its stage at first use."""
+        """The stages that hold the parameters; one outside of layers gets its at its first use."""
         for at, named in enumerate(self.parameters):
             for _, parameter in named:
                 self.parameter_owners.setdefault(parameter, owners(at, 0))
         self.num_steps = 0
         self.digest = 0
-        """Of all operations of the runs before; it is a part of what is compared in the next one."""
+        """Of all operations of the runs before: with it, the next run's are compared."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 

@@ -34,11 +34,13 @@ QUESTIONS: frozenset[Any] = frozenset(
 )
 """Functions whose results do not depend on values: a placeholder answers them by itself."""
 
+_GRAD: Any = Tensor.grad
+
 OF_PARAMETERS: frozenset[Any] = frozenset(
     {
-        Tensor.grad.__get__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        _GRAD.__get__,
+        _GRAD.__set__,
+        _GRAD.__delete__,
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
         Tensor.requires_grad_,
         Tensor.register_hook,
@@ -62,11 +64,20 @@ READS: frozenset[Any] = frozenset(
 
 OF_SHAPE: frozenset[Any] = frozenset(
     overload
-    for name in (
-        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
-        " new_zeros new_ones new_empty new_full new_empty_strided"
-    ).split()
-    for packet in [getattr(torch.ops.aten, name)]
-    for overload in (getattr(packet, one) for one in packet.overloads())
+    for packet in (
+        torch.ops.aten.zeros_like,
+        torch.ops.aten.ones_like,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.full_like,
+        torch.ops.aten.rand_like,
+        torch.ops.aten.randn_like,
+        torch.ops.aten.randint_like,
+        torch.ops.aten.new_zeros,
+        torch.ops.aten.new_ones,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_full,
+        torch.ops.aten.new_empty_strided,
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
 )
 """Operations that use only the shape and the type of their argument."""

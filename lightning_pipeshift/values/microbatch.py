@@ -496,7 +496,8 @@ class Microbatch:
         self._note("backward", ())
         account = self.account_of(loss)
         account.refresh()
-        roots, gradients = [], []
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
         if self._has_ends:
             roots, gradients = [self._token], [torch.zeros_like(self._token)]
         if account.last == self.stage:
@@ -592,8 +593,8 @@ def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: boo
 
 def _derivative(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
     raise LayerError(
-        f"`torch.autograd.grad` ({user_line()}) over values of several stages is not supported. Call"
-        " it inside of one layer, or call `backward` and use `.grad`."
+        f"`torch.autograd.grad` ({user_line()}) over values of several stages is not supported."
+        " Call it inside of one layer, or call `backward` and use `.grad`."
     )
 
 

@@ -1,5 +1,5 @@
-"""Imports run one way: plan <- timeline <- compat <- devices <- model <- runtime <-
-values <- the Lightning-facing top. And they leave torch and Lightning as they are, for those who import the
+"""Imports run one way: plan <- timeline <- compat <- devices <- model <- runtime <- values <- the
+Lightning-facing top. And they leave torch and Lightning as they are, for those who import the
 package and train without it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,

@@ -122,7 +122,7 @@ class Message(NamedTuple):
 
 
 def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The dimensions that have bytes of their own, from the outermost in memory to the innermost."""
+    """The dimensions that have bytes of their own, by falling stride."""
     dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim]]
     return sorted(dims, key=lambda dim: -strides[dim])
 
@@ -223,9 +223,9 @@ class Mailbox:
             data, strides = _packed(content.detach())
         if content is not None:
             form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame = bytearray(_FRAME_BYTES)
         _HEAD.pack_into(
-            frame.numpy(),
+            frame,
             0,
             key.step,
             key.turn,
@@ -240,10 +240,10 @@ class Mailbox:
             *((strides or ()) + (0,) * _MOST_DIMS)[:_MOST_DIMS],
         )
         if form is _Form.IN_FRAME:
-            frame[_HEAD.size : _HEAD.size + data.numel()] = data
+            frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
         if key.kind is not Kind.WAIT:
             self._sent[to] += 1
-        self._post(frame, to, _FRAME_TAG)
+        self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
         if form is _Form.BEHIND:
             self._post(data, to, _PAYLOAD_TAG)
         self.num_bytes_sent += data.numel()
@@ -275,7 +275,7 @@ class Mailbox:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._complete(frame, source, _FRAME_TAG)
         step, turn, kind, form, num_dims, serial, digest, num_bytes, label, line, *strides = (
-            _HEAD.unpack_from(frame.numpy())
+            _HEAD.unpack(frame[: _HEAD.size].numpy().tobytes())
         )
         data = None
         if form == _Form.IN_FRAME:
@@ -379,8 +379,8 @@ class Mailbox:
         elif other is not None:
             theirs = f"is at `{other.label}` ({other.line})"
         return LayerError(
-            f"The ranks run different programs in microbatch {key.turn}: {self._name(self.stage)} is"
-            f" at `{place.label}` ({place.line}) and needs a {key.kind.name.lower()} of"
+            f"The ranks run different programs in microbatch {key.turn}: {self._name(self.stage)}"
+            f" is at `{place.label}` ({place.line}) and needs a {key.kind.name.lower()} of"
             f" {self._name(key.source)}, which {theirs}. {_ADVICE}"
         )
 

@@ -427,7 +427,7 @@ def derivative(model: Model, rank: int, words: Tensor) -> Tensor:
 class _Inside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
