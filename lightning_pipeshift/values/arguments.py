@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ def is_node(x: object) -> bool:
     )
 
 
-def _parts(node: Any) -> list[Part]:
-    """What a container or object holds, with the place of each part."""
+def parts_of(node: Any) -> list[Part]:
+    """What a container or an object holds, with the place of each part."""
     found: list[Part] = []
     if isinstance(node, list | deque):
         found += (((_ITEM, at), x) for at, x in enumerate(node))
@@ -76,10 +76,11 @@ def _fill(node: Any, parts: Sequence[Part]) -> None:
         deque.clear(node)
         deque.extend(node, items)
     elif isinstance(node, dict):
-        dict.clear(node)
+        cls = OrderedDict if isinstance(node, OrderedDict) else dict
+        cls.clear(node)
         for (kind, key), x in parts:
             if kind == _KEY:
-                dict.__setitem__(node, key, x)
+                cls.__setitem__(node, key, x)
     if hasattr(node, "__dict__"):
         node.__dict__.clear()
         node.__dict__.update({name: x for (kind, name), x in parts if kind == _ATTRIBUTE})
@@ -134,7 +135,7 @@ class Arguments:
                 return ("node", number)
             self._node_numbers[id(x)] = len(self.nodes)
             self.nodes.append(x)
-            return (type(x), *((place, self._scan(part)) for place, part in _parts(x)))
+            return (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
 
     def number_of(self, tensor: Tensor) -> int:
@@ -160,7 +161,7 @@ def copied(x: Any, of_tensor: Callable[[Tensor], Any], memo: dict[int, Any]) -> 
         return x
     if id(x) not in memo:
         memo[id(x)] = node = _new_node(type(x))
-        _fill(node, [(place, copied(part, of_tensor, memo)) for place, part in _parts(x)])
+        _fill(node, [(place, copied(part, of_tensor, memo)) for place, part in parts_of(x)])
     return memo[id(x)]
 
 
@@ -224,7 +225,7 @@ class Outcome:
         """Of all nodes; those that the call has made are at the end."""
         while len(self.states) < len(self._nodes):
             node = self._nodes[len(self.states)]
-            parts = tuple((place, self._encoded(part)) for place, part in _parts(node))
+            parts = tuple((place, self._encoded(part)) for place, part in parts_of(node))
             self.states.append(State(type(node), parts))
 
     def _encoded(self, x: Any) -> Any:

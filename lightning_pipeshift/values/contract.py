@@ -101,7 +101,11 @@ class ContractFinder:
         """How many calls were run on fake tensors so far."""
 
     def find(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, is_layer: bool
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        marks: Callable[[], dict[Any, Any]] | None = None,
     ) -> Contract | None:
         """Returns the contract of a call; ``None`` if what it gives depends on values.
 
@@ -109,10 +113,14 @@ class ContractFinder:
             function: what is called; a layer's has fake parameters.
             args: its arguments, with values and real tensors, which stay as they are.
             kwargs: its keyword arguments.
-            is_layer: whether it is a layer. A number that an operation returns was read from
-                values.
+            marks: of a layer, what tells whether its attributes were changed; the changed ones are
+                in :attr:`changed` then. A number that an operation returns, and not a layer, was
+                read from values.
         """
         self.num_runs += 1
+        self.changed: set[Any] = set()
+        is_layer = marks is not None
+        self._marks = marks or dict
         found = self._run(function, args, kwargs, None)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found
@@ -140,9 +148,12 @@ class ContractFinder:
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
             watch = _Watch(made_up, self.fake_mode)
+            marked = self._marks()
             try:
                 with watch:
                     result = function(*fake_args, **fake_kwargs)
+                now = self._marks()
+                self.changed |= {name for name in now if now[name] != marked.get(name, now)}
                 after = Outcome(nodes, stand_ins, result)
                 specs = _specs(after.new, stand_ins)
             except Exception:

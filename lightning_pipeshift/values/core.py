@@ -15,8 +15,9 @@ from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import fake_copy, kind_of
+from lightning_pipeshift.values.layer_state import Attribute
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
-from lightning_pipeshift.values.value import PLACED, StepParameter, running
+from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
 
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
@@ -52,14 +53,23 @@ class Core:
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
         self.forwards = [layer.forward for layer in self.layers]
-        self.kinds = [kind_of(layer) for layer in self.layers]
+        self.kinds: list[Any] = []
+        self._flags: list[Any] = []
         self._fakes: dict[Any, nn.Module] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
+        self.buffers = [list(layer.buffers()) for layer in self.layers]
+        self.inner = [
+            [(name, module) for name, module in layer.named_modules() if name]
+            for layer in self.layers
+        ]
+        # The attributes that layers of a kind change, in the order in which they were found.
+        self._states: dict[Any, list[Attribute]] = {}
         self.parameter_owners: dict[Tensor, int] = {}
-        """The stages that hold the parameters; one outside of layers gets its at its first use."""
+        """The stages that hold the parameters, and the buffers of layers; a parameter outside of
+        layers gets its stage at its first use."""
         for at, named in enumerate(self.parameters):
-            for _, parameter in named:
-                self.parameter_owners.setdefault(parameter, owners(at, 0))
+            for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
+                self.parameter_owners.setdefault(tensor, owners(at, 0))
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
@@ -71,20 +81,39 @@ class Core:
         kind = self.kinds[number]
         if kind not in self._fakes:
             self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
-        fake = self._fakes[kind]
-        fake.train(self.layers[number].training)
-        return fake
+        return self._fakes[kind]
+
+    def state_of(self, number: int) -> list[Attribute]:
+        """The attributes that a layer changes when it is called, as far as they are known."""
+        return list(self._states.get(self.kinds[number], ()))
+
+    def add_state(self, number: int, changed: set[Attribute]) -> bool:
+        """Adds to :meth:`state_of`; returns whether there was anything new."""
+        known = self._states.setdefault(self.kinds[number], [])
+        new = sorted(changed - set(known))
+        known += new
+        return bool(new)
+
+    def _note_kinds(self) -> None:
+        """Determines the layers' kinds anew if a layer was frozen, say, since the last run."""
+        flags = [
+            (each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
+            for layer in self.layers
+            for each in layer.modules()
+        ]
+        if flags != self._flags:
+            self._flags, self.kinds = flags, [kind_of(layer) for layer in self.layers]
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Context in which the layers run at their owners, inside of steps. Outside of it the
         module is as it was.
         """
-        parameters = list(self.module.parameters())
-        classes = [type(parameter) for parameter in parameters]
+        placed = {*self.module.parameters(), *self.parameter_owners}
+        classes = {tensor: type(tensor) for tensor in placed}
         before = torch.autograd.Function.apply
-        for parameter in parameters:
-            parameter.__class__ = StepParameter
+        for tensor in placed:
+            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         for layer in self.layers:
             layer.__dict__["forward"] = _PlacedForward(self, layer)
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
@@ -94,8 +123,8 @@ class Core:
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for layer in self.layers:
                 del layer.__dict__["forward"]
-            for parameter, cls in zip(parameters, classes, strict=True):
-                parameter.__class__ = cls
+            for tensor, cls in classes.items():
+                tensor.__class__ = cls
 
     def run(
         self,
@@ -117,6 +146,7 @@ class Core:
             what the function returned for each microbatch; a value may be another stage's.
         """
         self.num_steps += 1
+        self._note_kinds()
         results, digest = [], self.digest
         for turn, batch in enumerate(batches):
             microbatch = Microbatch(self, self.num_steps, step, turn)

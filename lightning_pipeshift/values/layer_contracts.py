@@ -1,14 +1,24 @@
-"""Fake copies of layers: what a layer's call gives is found without the layer's weights."""
+"""Fake copies of layers: what a layer's call gives is found without the layer's weights. And hooks
+inside of layers, which run on every stage.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    forward_hooks_of,
+    hooks_with_kwargs_of,
+    set_forward_hooks,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -39,7 +49,7 @@ def _settings(module: nn.Module, memo: dict[int, int]) -> Any:
     return tuple(
         (name, _setting(x))
         for name, x in module.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules", "forward")
+        if name not in ("_parameters", "_buffers", "_modules", "forward") and "_hooks" not in name
     )
 
 
@@ -73,3 +83,70 @@ def _fake(tensor: Tensor) -> Tensor:
         tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+class Heard(NamedTuple):
+    """What a module inside of a layer got and returned.
+
+    Args:
+        name: of the module in the layer.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        output: what it returned.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def hearing(
+    layer: nn.Module, forward: Callable[..., Any], names: Sequence[str]
+) -> Callable[..., tuple[Any, list[Heard]]]:
+    """A layer's forward without the hooks of these modules inside of it. It also returns what the
+    hooks have to be called with: :func:`call_hooks` does, on every stage.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, list[Heard]]:
+        heard: list[Heard] = []
+        kept = []
+        for name in names:
+            module = layer.get_submodule(name)
+            kept.append((module, forward_hooks_of(module), hooks_with_kwargs_of(module)))
+
+            def hear(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                heard.append(Heard(name, args, kwargs, output))
+
+            set_forward_hooks(module, OrderedDict({0: hear}), OrderedDict({0: True}))
+        try:
+            return forward(*args, **kwargs), heard
+        finally:
+            for module, hooks, with_kwargs in kept:
+                set_forward_hooks(module, hooks, with_kwargs)
+
+    return run
+
+
+def call_hooks(layer: nn.Module, label: str, heard: Sequence[Heard]) -> None:
+    """Calls the hooks of modules inside of a layer.
+
+    Args:
+        layer: the layer.
+        label: its name.
+        heard: what the modules got and returned.
+
+    Raises:
+        LayerError: a hook returns something else than the module did.
+    """
+    for name, args, kwargs, output in heard:
+        module = layer.get_submodule(name)
+        for number, hook in list(forward_hooks_of(module).items()):
+            takes_kwargs = number in hooks_with_kwargs_of(module)
+            found = hook(module, args, *([kwargs] if takes_kwargs else []), output)
+            if found is not None:
+                raise LayerError(
+                    f"A forward hook of `{label}.{name}` changes what the module returns. Hooks"
+                    f" inside of a layer may only look: register it on the layer `{label}`, or make"
+                    " the change in the module's `forward`."
+                )

@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
+    forward_hooks_of,
     storage_use_count,
     version_of,
     without_torch_function_of_subclasses,
@@ -25,6 +27,8 @@ from lightning_pipeshift.values.arguments import Arguments, Outcome, State, appl
 from lightning_pipeshift.values.contract import Contract, spec_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
+from lightning_pipeshift.values.layer_contracts import call_hooks, hearing
+from lightning_pipeshift.values.layer_state import marks, with_state
 from lightning_pipeshift.values.value import PLACED, Spec, StepParameter, Value, name_of, run_by
 
 if TYPE_CHECKING:
@@ -194,7 +198,7 @@ class Microbatch:
         except KeyError:
             contract = None
             if function not in READS:
-                contract = core.finder.find(function, args, kwargs, is_layer=False)
+                contract = core.finder.find(function, args, kwargs)
             core.contracts[key] = contract
         label = name_of(function)
         self._note(label, args)
@@ -255,47 +259,55 @@ class Microbatch:
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        self._num_layers += 1
+        self._note(self._core.names[number], args)
+        return self._called(number, args, kwargs)
+
+    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self._core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
-        self._num_layers += 1
-        self._note(label, args)
-        arguments = Arguments((args, kwargs), _described)
-        self._place_parameters(arguments.tensors)
+        inner = core.inner[number]
+        hooked = tuple(name for name, module in inner if forward_hooks_of(module))
+        state = core.state_of(number)
+        given = [attribute.get(layer) for attribute in state], *args
+        arguments = Arguments((given, kwargs), _described)
         key = (
             core.kinds[number],
-            layer.training,
             torch.is_grad_enabled(),
             *_autocast(core.device),
             arguments.key,
+            hooked,
         )
         try:
             contract = core.contracts[key]
         except KeyError:
             fake = core.fake_of(number)
-            contract = core.finder.find(fake.forward, args, kwargs, is_layer=True)
+            forward = with_state(fake, hearing(fake, fake.forward, hooked), state)
+            contract = core.finder.find(forward, given, kwargs, partial(marks, fake))
+            if core.add_state(number, core.finder.changed):
+                return self._called(number, args, kwargs)
             core.contracts[key] = contract
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
-            forward = core.forwards[number]
+            forward = with_state(layer, hearing(layer, core.forwards[number], hooked), state)
             if not others:
                 return forward(*run_args, **run_kwargs)
             return _called_with(layer, forward, others, run_args, run_kwargs)
 
         stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
-        return self._call(
-            _Call(
-                run,
-                args,
-                kwargs,
-                arguments,
-                contract,
-                stage,
-                label,
-                stream,
-                core.parameters[number],
-            )
-        )
+        parameters = core.parameters[number]
+        call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
+        (result, heard), after = self._call(call)
+        for attribute, value in zip(state, after, strict=True):
+            attribute.set(layer, value)
+        for buffer in core.buffers[number]:
+            # The layer may have written to it.
+            account = self._accounts.get(buffer)
+            if account is not None:
+                account.begin(account.owner, account.tensor if stage == self.stage else None)
+        call_hooks(layer, label, heard)
+        return result
 
     # --- calls ---
 

@@ -143,7 +143,13 @@ class StepParameter(nn.Parameter):
         return program.operation(func, args, kwargs or {})
 
 
-PLACED = (Value, StepParameter)
+class StepBuffer(Tensor):
+    """As :class:`StepParameter`, for the buffers of layers."""
+
+    __torch_function__ = StepParameter.__torch_function__
+
+
+PLACED = (Value, StepParameter, StepBuffer)
 """The classes of tensors that one stage owns."""
 
 

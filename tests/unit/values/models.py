@@ -226,6 +226,83 @@ class Objects(Model):
         return x + cache.keys[1].mean()
 
 
+class Keeping(nn.Module):
+    """A layer with attributes that its calls change: of plain kinds, with gradients, in buffers."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Block(), nn.BatchNorm1d(LENGTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.penalty: Tensor | None = None
+        self.history: list[Tensor] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Uses what the call before has kept."""
+        x = self.norm(self.block(x)) + 0.1 * self.seen
+        self.num_calls += 1
+        self.penalty = x.pow(2).mean() * self.num_calls
+        self.history.append(x.detach().mean(0))
+        self.seen = 0.5 * self.seen + self.history[-1].mean(0)
+        return x + sum(self.history[-2:])
+
+
+class Keeps(Model):
+    """Attributes and buffers of layers are read behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self.hidden(words), targets)
+        for block in self.blocks:
+            assert isinstance(block, Keeping)
+            assert block.penalty is not None
+            assert block.norm.running_mean is not None
+            loss = loss + 0.01 * block.penalty + 0.01 * block.norm.running_mean.sum()
+            self.noted.append((block.num_calls, len(block.history), block.seen.sum().item()))
+        return loss
+
+
+class Hooks(Model):
+    """Hooks of modules inside of layers, and of layers, take things out; layers return classes of
+    their own.
+    """
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        taken: list[Tensor] = []
+        handles = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            handles += [
+                each.register_forward_hook(lambda _, __, out: taken.append(out))
+                for each in (block, block.up)
+            ]
+        loss = self.loss(self.hidden(words), targets)
+        for handle in handles:
+            handle.remove()
+        self.noted.append([tuple(each.shape) for each in taken])
+        return loss + sum(0.01 * each.pow(2).mean() for each in taken)
+
+
+class Frozen(Model):
+    """Layers are frozen, and thawed again."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self.hidden(words), targets)
+        if number == MICROBATCHES - 1:
+            first = self.blocks[0]
+            first.requires_grad_(not next(first.parameters()).requires_grad)
+            self.embedding.requires_grad_(next(first.parameters()).requires_grad)
+        return loss
+
+
 class _Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -299,6 +376,9 @@ MODELS: dict[str, type[Model]] = {
         Queue,
         InPlace,
         Objects,
+        Keeps,
+        Hooks,
+        Frozen,
         Functions,
         Recurrent,
         SeveralLosses,
