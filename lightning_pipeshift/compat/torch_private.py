@@ -31,10 +31,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_disabled
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 # The imported names, and why no public one serves:
@@ -42,6 +48,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - Loss: the base class of the loss modules, likewise.
 # - BackwardHookFunction: what hooks on a module's backward put around the module.
 # - current_function_mode: the innermost TorchFunctionMode; torch only has the stack.
+# - function_mode_stack, dispatch_mode_stack, and what pops from them and pushes to them: contexts
+#   enter and leave modes in order, and a step that is suspended leaves its modes in the middle.
 # - pytree: public packages (optree) order dicts otherwise, and lack the classes that libraries
 #   register here.
 # - no_dispatch: context without tensor subclasses and dispatch modes.
@@ -59,8 +67,14 @@ __all__ = [
     "NormBase",
     "OperationMode",
     "current_function_mode",
+    "dispatch_mode_stack",
     "dispatch_modes_disabled",
+    "function_mode_stack",
     "no_dispatch",
+    "pop_dispatch_mode",
+    "pop_function_mode",
+    "push_dispatch_mode",
+    "push_function_mode",
     "pytree",
     "real_tensors",
 ]

@@ -126,39 +126,20 @@ class Core:
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
-    def run(
-        self,
-        step: int,
-        batches: Sequence[Any],
-        function: Callable[[Any, int], Any],
-        backward: bool = True,
-    ) -> list[Any]:
-        """Runs a step: each microbatch's forward, and its backward behind it.
-
-        Args:
-            step: its number, for the random streams.
-            batches: one for each microbatch.
-            function: the user's step: ``(batch, number of the microbatch) -> loss``.
-            backward: whether the losses' gradients are computed, each divided by the number of
-                microbatches.
-
-        Returns:
-            what the function returned for each microbatch; a value may be another stage's.
-        """
+    def begin(self) -> None:
+        """Begins a run of microbatches. Every stage calls this."""
         self.num_steps += 1
         self._note_kinds()
-        results, digest = [], self.digest
-        for turn, batch in enumerate(batches):
-            microbatch = Microbatch(self, self.num_steps, step, turn)
-            with self.streams.switched("step", self.seed, step, turn):
-                result = microbatch.run(function, batch)
-            if backward:
-                microbatch.run(lambda loss, _: (loss / len(batches)).backward(), result)
-            results.append(result)
-            digest = (digest * 31 + microbatch.digest) & DIGEST_MASK
-        self.digest = digest
+
+    def end(self, microbatches: Sequence[Microbatch]) -> None:
+        """Ends a run; its microbatches are in their order.
+
+        Raises:
+            LayerError: another stage sent what this one never asked for.
+        """
+        for microbatch in microbatches:
+            self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
         self.mailbox.finish(self.num_steps)
-        return results
 
     def held(self) -> dict[str, Tensor]:
         """The parameters that this stage holds, by name."""

@@ -87,16 +87,14 @@ class Microbatch:
         self._serial = self._num_layers = self._num_operations = 0
         self.digest = core.digest
         self._accounts: dict[Tensor, Account] = {}
+        self.is_in_backward = False
         self._new_token()
 
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self._core.device, requires_grad=True)
         self._has_ends = False
-
-    def run(self, function: Callable[..., Any], batch: Any) -> Any:
-        """Runs a part of the user's step: ``function(batch, turn)``."""
-        with run_by(self):
-            return function(batch, self.turn)
+        self.first_gradient: tuple[Key, Place] | None = None
+        """The message that this stage's backward begins with; ``None`` if it begins with work."""
 
     # --- the program ---
 
@@ -174,12 +172,12 @@ class Microbatch:
                 assert account.link is not None
                 way = Way(self, key, self._place(label), last)
                 self._token = gradient_from_later(self._token, account.link, way)
-                self._has_ends = True
+                self._has_ends, self.first_gradient = True, (key, way.place)
             elif self.stage == stage:
                 assert account.tensor is not None
                 way = Way(self, key, self._place(label), last)
                 self._token, account.link = gradient_to_earlier(self._token, account.tensor, way)
-                self._has_ends = True
+                self._has_ends, self.first_gradient = True, None
 
     # --- operations between layers ---
 
@@ -517,8 +515,12 @@ class Microbatch:
             roots.append(account.link)
             gradients.append(gradient)
         if roots:
-            with run_by(None), without_torch_function_of_subclasses():
-                torch.autograd.backward(roots, gradients, retain_graph=bool(retain_graph))
+            self.is_in_backward = True
+            try:
+                with run_by(None), without_torch_function_of_subclasses():
+                    torch.autograd.backward(roots, gradients, retain_graph=bool(retain_graph))
+            finally:
+                self.is_in_backward = False
         if not retain_graph:
             self._new_token()
             for account in self._accounts.values():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import Value
 
@@ -413,31 +416,65 @@ def plainly(name: str) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     return losses, {name: x.detach() for name, x in model.named_parameters()}, model.noted
 
 
-def on_stages(name: str) -> tuple[list[float | None], dict[str, Tensor], list[Any], int]:
-    """Trains on the ranks of a job. Losses are there where they are owned, parameters where they
-    are held; the last is how many runs on fake tensors there were.
+class Trained(NamedTuple):
+    """What a rank has after a model's training.
+
+    Args:
+        losses: where this rank owns them.
+        held: the parameters that this rank holds.
+        noted: what the model's step noted.
+        num_fake: how many runs on fake tensors there were.
+        num_suspended: how often a step was suspended.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, stages = dist.get_rank(), dist.get_world_size()
-    model, steps = made(name)
-    ranks = list(range(stages))
-    mailbox = Mailbox(dist.new_group(backend="gloo"), ranks, ranks, rank, lambda _: nullcontext())
-    core = Core(
+
+    losses: list[float | None]
+    held: dict[str, Tensor]
+    noted: list[Any]
+    num_fake: int
+    num_suspended: int
+
+
+def connected() -> Mailbox:
+    """A mailbox of this rank for all ranks of the job."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(backend="gloo")
+    return Mailbox(group, ranks, ranks, dist.get_rank(), lambda _: nullcontext())
+
+
+def core_of(model: Model, mailbox: Mailbox) -> Core:
+    """The core of a model whose layers say where they are."""
+    stages = mailbox.num_stages
+    return Core(
         model,
         model.layers(),
         lambda number, turn: model.owner(number, stages),
         mailbox,
         torch.device("cpu"),
     )
+
+
+def on_stages(cases: Sequence[tuple[str, str, bool]]) -> list[Trained]:
+    """Trains models on the ranks of a job, each under a schedule, with or without overlap."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return [_trained(*case) for case in cases]
+
+
+def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
+    model, steps = made(name)
+    mailbox = connected()
+    core = core_of(model, mailbox)
+    engine = Engine(core, overlaps)
+    row = schedule_named(schedule)(mailbox.num_stages, MICROBATCHES)[mailbox.stage]
     losses: list[float | None] = []
     optimizer: torch.optim.Optimizer | None = None
     with core.placed():
         for number, batches in enumerate(steps):
-            for loss in core.run(number, batches, model.step):
-                account = loss.account
+            for loss in engine.run(number, batches, model.step, row):
                 assert isinstance(loss, Value)
-                losses.append(account.tensor.item() if account.owner == rank else None)
+                account = loss.account
+                is_here = account.owner == mailbox.stage and account.tensor is not None
+                losses.append(account.tensor.item() if is_here else None)
             if optimizer is None and core.held():
                 optimizer = torch.optim.AdamW(core.held().values(), lr=0.01)
             if optimizer is not None:
@@ -445,7 +482,7 @@ def on_stages(name: str) -> tuple[list[float | None], dict[str, Tensor], list[An
                 optimizer.zero_grad()
     held = {name: x.detach().clone() for name, x in core.held().items()}
     mailbox.close()
-    return losses, held, model.noted, core.finder.num_runs
+    return Trained(losses, held, model.noted, core.finder.num_runs, engine.num_suspended)
 
 
 class Extra(nn.Module):
@@ -531,22 +568,17 @@ class Wrong(Model):
 
 
 def refused(step: Any) -> None:
-    """Runs a step on the ranks of a job that ends with an error."""
+    """Runs two steps on the ranks of a job, which end with an error."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, stages = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
-    model = Wrong()
-    ranks = list(range(stages))
-    mailbox = Mailbox(dist.new_group(backend="gloo"), ranks, ranks, rank, lambda _: nullcontext())
-    core = Core(
-        model,
-        model.layers(),
-        lambda number, turn: model.owner(number, stages),
-        mailbox,
-        torch.device("cpu"),
-    )
+    model, mailbox = Wrong(), connected()
+    core = core_of(model, mailbox)
     words = torch.randint(WORDS, (BATCH, LENGTH))
+    engine = Engine(core)
+    row = schedule_named("1f1b")(mailbox.num_stages, 2)[mailbox.stage]
     with core.placed():
         for number in range(2):
-            core.run(number, [words, words], lambda batch, _: step(model, rank, batch))
+            engine.run(
+                number, [words, words], lambda batch, _: step(model, mailbox.stage, batch), row
+            )
