@@ -472,9 +472,8 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
         for number, batches in enumerate(steps):
             for loss in engine.run(number, batches, model.step, row):
                 assert isinstance(loss, Value)
-                account = loss.account
-                is_here = account.owner == mailbox.stage and account.tensor is not None
-                losses.append(account.tensor.item() if is_here else None)
+                here = loss.account.tensor if loss.account.owner == mailbox.stage else None
+                losses.append(None if here is None else here.item())
             if optimizer is None and core.held():
                 optimizer = torch.optim.AdamW(core.held().values(), lr=0.01)
             if optimizer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import pytest
@@ -66,6 +66,7 @@ def on_one_stage() -> dict[str, Trained]:
 )
 def test_the_bits_of_a_plain_loop(stages: int, at: int) -> None:
     name, _, overlaps = CASES[stages][at]
+    expected: Sequence[float | None]
     if name in DRAW:
         one = on_one_stage()[name]
         expected, parameters, noted = one.losses, one.held, one.noted
