@@ -4,7 +4,7 @@
 # Make the folder of wheels where there is a network, for the machine's Python, and carry it there:
 #   pip download --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 #     --platform manylinux2014_x86_64 --dest wheels pydantic pydantic-core annotated-types typing-inspection \
-#     jsonargparse typeshed-client docstring-parser importlib-resources
+#     jsonargparse typeshed-client docstring-parser importlib-resources greenlet
 #
 # As a call of the device tool, with its limit of ten minutes:
 #   command: bash benchmarks/gpu/run.sh wheels      carry: wheels      timeout_s: 600

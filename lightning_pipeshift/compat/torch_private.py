@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -29,10 +31,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_disabled
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 # The imported names, and why no public one serves:
@@ -40,22 +48,35 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - Loss: the base class of the loss modules, likewise.
 # - BackwardHookFunction: what hooks on a module's backward put around the module.
 # - current_function_mode: the innermost TorchFunctionMode; torch only has the stack.
+# - function_mode_stack, dispatch_mode_stack, and what pops from them and pushes to them: contexts
+#   enter and leave modes in order, and a step that is suspended leaves its modes in the middle.
 # - pytree: public packages (optree) order dicts otherwise, and lack the classes that libraries
 #   register here.
 # - no_dispatch: context without tensor subclasses and dispatch modes.
 # - TorchDispatchMode: documented, but only under this name.
 # - dispatch_modes_disabled: context without dispatch modes in which subclasses still dispatch.
+# - FakeTensorMode: makes tensors without data that claim to be on a real device; torch documents
+#   it, and exports it under no other name.
+# - real_tensors: context without the FakeTensorMode that is in force.
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
 __all__ = [
     "BackwardHookFunction",
     "DataLoaderIterator",
+    "FakeTensorMode",
     "Loss",
     "NormBase",
     "OperationMode",
     "current_function_mode",
+    "dispatch_mode_stack",
     "dispatch_modes_disabled",
+    "function_mode_stack",
     "no_dispatch",
+    "pop_dispatch_mode",
+    "pop_function_mode",
+    "push_dispatch_mode",
+    "push_function_mode",
     "pytree",
+    "real_tensors",
 ]
 
 # --- dispatch modes ---
@@ -336,6 +357,10 @@ pop_saved_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_defa
 
 push_saved_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 """Sets hooks on saved tensors, ``(pack, unpack)``; :func:`pop_saved_hooks` removes them."""
+
+apply_function: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
+"""``autograd.Function.apply`` as torch has it, for a class: ``apply_function.__get__(None, cls)``.
+The core takes its place, since it asks no subclass of a tensor."""
 
 # --- modules ---
 

@@ -1,6 +1,6 @@
-"""Imports run one way: plan <- timeline <- compat <- devices <- model <- runtime <- the
-Lightning-facing top. And they leave torch and Lightning as they are, for those who import the
-package and train without it.
+"""Imports run one way: plan <- timeline <- compat <- devices <- model <- runtime <- values <- step
+<- the Lightning-facing top. And they leave torch and Lightning as they are, for those who import
+the package and train without it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,
 and for type checkers only, count.
@@ -17,7 +17,7 @@ from lightning_pipeshift.testing.ranks import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
-FLOORS = ("plan", "timeline", "compat", "devices", "model", "runtime")
+FLOORS = ("plan", "timeline", "compat", "devices", "model", "runtime", "values", "step")
 TOP = len(FLOORS)
 # Modules that are on the top, although the folder that they are in is further below.
 ON_TOP = {("compat", "lightning_private")}

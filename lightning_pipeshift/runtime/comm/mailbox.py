@@ -1,0 +1,447 @@
+"""Messages with labels, between any two stages of a virtual machine.
+
+Every message says which value, gradient or read it is, which operation of the program it belongs
+to, and from which line of the user's code it was sent. The receiver knows what has to come, and
+compares: programs that run differently on two stages end with an error, at the first message that
+does not fit.
+
+A message is a frame of fixed size, and behind it the payload if that does not fit into the frame.
+A thread for each other stage receives what comes; the step takes messages in its own order.
+
+Programs that differ may also wait for each other for ever. So a stage that has waited for a second
+tells all others what it waits for, and how many messages it has sent to and received from each of
+them. If nothing is under way between stages that all wait for each other, and that is so twice in a
+row, none of them will ever go on (F. Mattern, "Algorithms for distributed termination detection",
+1987, section 5: the four counters).
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.waits import Watched, complete
+
+_FRAME_BYTES = 1024
+_MOST_DIMS = 12
+_HEAD = struct.Struct(f"<2q3bqQq64s96s{_MOST_DIMS}q")
+_ROOM_BYTES = _FRAME_BYTES - _HEAD.size
+_FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
+# The strides of a tensor that is contiguous, or whose layout does not travel.
+_CONTIGUOUS = -1
+# How long a stage waits before it tells the others, and before it tells them again.
+_TELLS_EVERY_SECONDS = 1.0
+
+
+_ADVICE = (
+    "In a step every rank has to run the same operations and layers, with the same numbers; only"
+    " what is printed and written (`if trainer.is_global_zero: print(...)`) may depend on the rank."
+)
+
+
+class Kind(enum.IntEnum):
+    """What a message carries."""
+
+    VALUE = 0
+    READ = 1
+    GRADIENT = 2
+    WAIT = 3
+    END = 4
+
+
+class _Form(enum.IntEnum):
+    NOTHING = 0
+    IN_FRAME = 1
+    BEHIND = 2
+
+
+class Key(NamedTuple):
+    """Which message it is, on its way from one stage to another.
+
+    Args:
+        source: the stage that sends it.
+        step: the number of the run of a schedule.
+        turn: of the microbatch in it.
+        kind: what it carries.
+        serial: its number in the microbatch's program.
+    """
+
+    source: int
+    step: int
+    turn: int
+    kind: Kind
+    serial: int
+
+
+class Place(NamedTuple):
+    """Where in the program a message belongs.
+
+    Args:
+        label: the operation or layer.
+        digest: of all operations before it in the microbatch.
+        line: the user's file and line.
+    """
+
+    label: str
+    digest: int
+    line: str
+
+
+class Message(NamedTuple):
+    """What came.
+
+    Args:
+        data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
+            not defined.
+        strides: of the tensor; ``None`` if it is contiguous.
+        place: the sender's.
+    """
+
+    data: Tensor | None
+    strides: tuple[int, ...] | None
+    place: Place
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The bytes as a tensor, with the layout that it had."""
+        assert self.data is not None
+        flat = self.data.view(dtype)
+        if self.strides is None:
+            return flat.view(tuple(shape))
+        order = _dims_in_memory(shape, self.strides)
+        found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
+        _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
+        return found
+
+
+def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions that have bytes of their own, by falling stride."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim]]
+    return sorted(dims, key=lambda dim: -strides[dim])
+
+
+def _core(tensor: Tensor, order: list[int]) -> Tensor:
+    """A view of a tensor's bytes in the order in which they lie in memory."""
+    kept = sorted(order)
+    view = tensor[tuple(slice(None) if dim in order else 0 for dim in range(tensor.dim()))]
+    return view.permute([kept.index(dim) for dim in order])
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """A tensor's bytes in host memory, and its strides if it is not contiguous."""
+    strides = None
+    if not tensor.is_contiguous() and 0 < tensor.dim() <= _MOST_DIMS and tensor.numel():
+        strides = tensor.stride()
+        tensor = _core(tensor, _dims_in_memory(tensor.shape, strides))
+    tensor = tensor.resolve_conj().resolve_neg().to("cpu")
+    return tensor.contiguous().reshape(-1).view(torch.uint8), strides
+
+
+class _Wait(NamedTuple):
+    """What a stage waits for.
+
+    Args:
+        number: of the wait; the same while it lasts.
+        place: in the program.
+        sources: the stages that could end it.
+        sent: how many messages it has sent to each stage.
+        received: how many messages it has received from each.
+    """
+
+    number: int
+    place: Place
+    sources: tuple[int, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class Mailbox:
+    """This stage's end of all messages.
+
+    Args:
+        group: a gloo group of the virtual machine's ranks.
+        members: the group's member for each stage.
+        ranks: the global rank of each stage.
+        stage: this one.
+        watched: the context to communicate in.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        members: Sequence[int],
+        ranks: Sequence[int],
+        stage: int,
+        watched: Watched,
+    ) -> None:
+        self.stage, self.num_stages = stage, len(ranks)
+        self.num_bytes_sent = 0
+        self._group, self._members, self._ranks = group, members, ranks
+        self._watched = watched
+        self._arrived = threading.Condition()
+        self._messages: dict[Key, Message] = {}
+        # The number of the latest message, by source, step, turn and whether it is a gradient.
+        self._latest: dict[tuple[int, int, int, bool], int] = {}
+        self._error: BaseException | None = None
+        self._ended: set[int] = set()
+        self._num_waits = 0
+        self._sent, self._received = [0] * self.num_stages, [0] * self.num_stages
+        self._waits: dict[int, _Wait] = {}
+        # How often each stage has told of its wait.
+        self._num_told = [0] * self.num_stages
+        self._under_way: list[tuple[Any, Tensor, int]] = []
+        self._threads = [
+            threading.Thread(target=self._receive_all, args=(source,), daemon=True)
+            for source in range(self.num_stages)
+            if source != stage
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- sending ---
+
+    def send(self, to: int, key: Key, place: Place, content: Tensor | bytes | None) -> None:
+        """Sends a message without waiting. A tensor must not change before :meth:`flush`.
+
+        Args:
+            to: the stage.
+            key: of the message.
+            place: in the program.
+            content: a tensor, bytes, or ``None`` for a gradient that is not defined.
+        """
+        form, data, strides = _Form.NOTHING, torch.empty(0, dtype=torch.uint8), None
+        if isinstance(content, bytes):
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
+        elif content is not None:
+            data, strides = _packed(content.detach())
+        if content is not None:
+            form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
+        frame = bytearray(_FRAME_BYTES)
+        _HEAD.pack_into(
+            frame,
+            0,
+            key.step,
+            key.turn,
+            key.kind,
+            form,
+            _CONTIGUOUS if strides is None else len(strides),
+            key.serial,
+            place.digest,
+            data.numel(),
+            place.label.encode()[-64:],
+            place.line.encode()[-96:],
+            *((strides or ()) + (0,) * _MOST_DIMS)[:_MOST_DIMS],
+        )
+        if form is _Form.IN_FRAME:
+            frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
+        if key.kind is not Kind.WAIT:
+            self._sent[to] += 1
+        self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
+        if form is _Form.BEHIND:
+            self._post(data, to, _PAYLOAD_TAG)
+        self.num_bytes_sent += data.numel()
+
+    def _post(self, data: Tensor, to: int, tag: int) -> None:
+        with self._watched(self._ranks[to]):
+            work = self._group.send([data], self._members[to], tag)
+        self._under_way.append((work, data, to))
+
+    def flush(self) -> None:
+        """Waits until everything has been sent: its memory may change then."""
+        for work, _, to in self._under_way:
+            with self._watched(self._ranks[to]):
+                complete(work)
+        self._under_way.clear()
+
+    # --- receiving ---
+
+    def _receive_all(self, source: int) -> None:
+        try:
+            while self._receive(source):
+                pass
+        except BaseException as error:
+            with self._arrived:
+                self._error = self._error or error
+                self._arrived.notify_all()
+
+    def _receive(self, source: int) -> bool:
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._complete(frame, source, _FRAME_TAG)
+        step, turn, kind, form, num_dims, serial, digest, num_bytes, label, line, *strides = (
+            _HEAD.unpack(frame[: _HEAD.size].numpy().tobytes())
+        )
+        data = None
+        if form == _Form.IN_FRAME:
+            data = frame[_HEAD.size : _HEAD.size + num_bytes].clone()
+        elif form == _Form.BEHIND:
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+            self._complete(data, source, _PAYLOAD_TAG)
+        place = Place(label.rstrip(b"\0").decode(), digest, line.rstrip(b"\0").decode())
+        kept = None if num_dims == _CONTIGUOUS else tuple(strides[:num_dims])
+        key = Key(source, step, turn, Kind(kind), serial)
+        with self._arrived:
+            if key.kind is Kind.WAIT:
+                assert data is not None
+                self._waits[source] = pickle.loads(data.numpy().tobytes())
+                self._num_told[source] += 1
+            elif key.kind is Kind.END:
+                self._ended.add(source)
+            else:
+                self._received[source] += 1
+                self._messages[key] = Message(data, kept, place)
+                self._latest[_direction(key)] = serial
+            self._arrived.notify_all()
+        return key.kind is not Kind.END
+
+    def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
+        with self._watched(self._ranks[source]):
+            complete(self._group.recv([buffer], self._members[source], tag))
+
+    def has(self, key: Key) -> bool:
+        """Whether :meth:`take` would return, or raise, at once."""
+        return key in self._messages or self._error is not None or self._is_passed(key)
+
+    def _is_passed(self, key: Key) -> bool:
+        """Whether the sender is past the message without having sent it. Values and reads come by
+        rising numbers, gradients by falling ones.
+        """
+        latest = self._latest.get(_direction(key))
+        if latest is None or key.source in self._ended:
+            return key.source in self._ended
+        return latest < key.serial if key.kind is Kind.GRADIENT else latest > key.serial
+
+    def wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
+        """Waits until one of the messages is there, or will not come.
+
+        Raises:
+            LayerError: all stages that could send one wait for this stage in turn.
+        """
+        before: dict[int, _Wait] = {}
+        told_before: list[int] = []
+        self._num_waits += 1
+        while True:
+            with self._arrived:
+                if self._arrived.wait_for(lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS):
+                    return
+                sources = tuple({key.source for key in keys})
+                sent, received = tuple(self._sent), tuple(self._received)
+                mine = _Wait(self._num_waits, place, sources, sent, received)
+                self._waits[self.stage] = mine
+                self._num_told[self.stage] += 1
+                stuck, told = _stuck(self._waits, self.stage), list(self._num_told)
+            if stuck != before:
+                before, told_before = stuck, told
+            elif stuck and all(told[stage] > told_before[stage] for stage in stuck):
+                raise self._wait_for_each_other(stuck)
+            for to in range(self.num_stages):
+                if to != self.stage:
+                    key = Key(self.stage, 0, 0, Kind.WAIT, 0)
+                    self.send(to, key, place, pickle.dumps(mine))
+
+    def take(self, key: Key, place: Place) -> Message:
+        """Waits for a message, and checks that it was sent at the same place in the program.
+
+        Args:
+            key: of the message.
+            place: where this stage needs it.
+
+        Raises:
+            LayerError: the stages run different programs.
+        """
+        self.wait_for_any([key], place)
+        message = self._messages.pop(key, None)
+        if message is None:
+            if self._error is not None:
+                raise self._error
+            raise self._differs(key, place, None)
+        if message.place.label != place.label[-64:] or message.place.digest != place.digest:
+            raise self._differs(key, place, message.place)
+        return message
+
+    def _differs(self, key: Key, place: Place, other: Place | None) -> LayerError:
+        if other is None:
+            sent = [
+                found.place
+                for one, found in self._messages.items()
+                if one[:3] == key[:3] and (one.kind is Kind.GRADIENT) == (key.kind is Kind.GRADIENT)
+            ]
+            other = sent[0] if sent else None
+        theirs = "went on without it"
+        if other is not None and other.label == place.label[-64:]:
+            theirs = f"came to `{other.label}` ({other.line}) with other operations or numbers"
+        elif other is not None:
+            theirs = f"is at `{other.label}` ({other.line})"
+        return LayerError(
+            f"The ranks run different programs in microbatch {key.turn}: {self._name(self.stage)}"
+            f" is at `{place.label}` ({place.line}) and needs a {key.kind.name.lower()} of"
+            f" {self._name(key.source)}, which {theirs}. {_ADVICE}"
+        )
+
+    def _wait_for_each_other(self, stuck: dict[int, _Wait]) -> LayerError:
+        each = "; ".join(
+            f"{self._name(stage)} is at `{wait.place.label}` ({wait.place.line}) and waits for"
+            f" {' or '.join(map(self._name, wait.sources))}"
+            for stage, wait in sorted(stuck.items())
+        )
+        return LayerError(
+            f"The ranks run different programs, and wait for each other: {each}. {_ADVICE}"
+        )
+
+    def _name(self, stage: int) -> str:
+        return f"stage {stage} (rank {self._ranks[stage]})"
+
+    def finish(self, step: int) -> None:
+        """Ends a run: everything was sent, and everything that came was taken.
+
+        Raises:
+            LayerError: another stage sent what this one never asked for.
+        """
+        self.flush()
+        with self._arrived:
+            left = [(key, found) for key, found in self._messages.items() if key.step == step]
+            self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
+        for key, found in left:
+            place = Place("the end of its step", 0, "")
+            raise self._differs(key, place, found.place)
+
+    def close(self) -> None:
+        """Ends the threads. Every stage calls this."""
+        self.flush()
+        for to in range(self.num_stages):
+            if to != self.stage:
+                self.send(to, Key(self.stage, 0, 0, Kind.END, 0), Place("", 0, ""), None)
+        self.flush()
+        for thread in self._threads:
+            thread.join()
+
+
+def _direction(key: Key) -> tuple[int, int, int, bool]:
+    return key.source, key.step, key.turn, key.kind is Kind.GRADIENT
+
+
+def _stuck(waits: dict[int, _Wait], stage: int) -> dict[int, _Wait]:
+    """The waits of all stages that a stage waits for, directly or not; nothing if one of them does
+    not wait, or if a message is under way between them.
+    """
+    found: dict[int, _Wait] = {}
+    todo = [stage]
+    while todo:
+        one = todo.pop()
+        if one in found:
+            continue
+        if one not in waits:
+            return {}
+        found[one] = waits[one]
+        todo += waits[one].sources
+    for sender, wait in found.items():
+        for receiver, other in found.items():
+            if sender != receiver and wait.sent[receiver] != other.received[sender]:
+                return {}
+    return found

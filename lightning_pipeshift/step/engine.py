@@ -1,0 +1,210 @@
+"""Runs the microbatches of a step in the order of a schedule.
+
+The order is a wish. A forward that has to wait for another stage is suspended, and something else
+runs meanwhile; a backward is not begun before its first gradient is there, as long as anything else
+can run. In a fixed order stages would wait for each other where values flow backwards, from a later
+stage to an earlier one.
+
+Whatever the order, user code sees each microbatch's step run as a whole before the next one's:
+with ``overlaps``, the part of a step behind a read may run later, which is right for steps that
+change nothing there that the part before the read of a later microbatch sees.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.runtime.comm.mailbox import Key, Message, Place
+from lightning_pipeshift.runtime.comm.mailbox import Kind as Carries
+from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
+from lightning_pipeshift.values.core import Core
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.value import run_by
+
+
+class SuspendableMicrobatch(Microbatch):
+    """A microbatch whose step is suspended where it waits.
+
+    Args:
+        core: what all microbatches share.
+        run_number: of the run of a schedule.
+        step: the number of the step, for the random streams.
+        turn: the microbatch's number in the run.
+        body: runs the user's step.
+    """
+
+    def __init__(
+        self, core: Core, run_number: int, step: int, turn: int, body: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(core, run_number, step, turn)
+        self.result: Any = None
+        self.root: Any = None
+        """What the backward begins with; ``None`` to skip it."""
+        self.is_done = False
+        self.waits_for: tuple[Key, Place] | None = None
+        """While it is suspended: the message that it waits for."""
+        self._engine = getcurrent()
+        self._greenlet = greenlet(partial(self._step_through, body))
+        self._stream = core.seed, step, turn
+
+    def _step_through(self, body: Callable[[Any], Any]) -> None:
+        seed_generators(self._core.device, "step", *self._stream)
+        with run_by(self):
+            self.result = body(self)
+        self.is_done = True
+
+    def advance(self) -> None:
+        """Runs the step up to its end or to its next wait."""
+        self._greenlet.switch()
+
+    def receive(self, key: Key, place: Place) -> Message:
+        """Waits for a message; other microbatches run meanwhile."""
+        if getcurrent() is self._greenlet and not self.is_in_backward and not self.mailbox.has(key):
+            self.waits_for = key, place
+            state = ThreadState(self._core.device)
+            with run_by(None):
+                self._engine.switch()
+            state.restore()
+            self.waits_for = None
+        return super().receive(key, place)
+
+
+class Engine:
+    """Runs steps on one rank.
+
+    Args:
+        core: the module's layers and their owners.
+        overlaps: whether the part of a step behind a read may run later than parts of other
+            microbatches' steps.
+    """
+
+    def __init__(self, core: Core, overlaps: bool = False) -> None:
+        self._core, self._overlaps = core, overlaps
+        self.num_suspended = 0
+        """How often a forward was suspended while another action ran."""
+
+    def run(
+        self,
+        step: int,
+        batches: Sequence[Any],
+        function: Callable[[Any, int], Any],
+        row: Iterable[Action],
+    ) -> list[Any]:
+        """Runs a step. Every stage calls this, with its own row.
+
+        Args:
+            step: its number, for the random streams.
+            batches: one for each microbatch.
+            function: the user's step: ``(batch, number of the microbatch) -> loss``.
+            row: this stage's forwards and backwards. The gradient of each loss is that of its part
+                of the mean over all microbatches.
+
+        Returns:
+            what the function returned for each microbatch; a value may be another stage's.
+        """
+        core = self._core
+        core.begin()
+        todo = deque(row)
+        with_backward = any(action.kind is Kind.BACKWARD for action in todo)
+        live: dict[int, SuspendableMicrobatch] = {}
+        done: dict[int, SuspendableMicrobatch] = {}
+        everything: list[SuspendableMicrobatch] = []
+
+        def advance(microbatch: SuspendableMicrobatch) -> None:
+            microbatch.advance()
+            if microbatch.is_done:
+                live.pop(microbatch.turn, None)
+                done[microbatch.turn] = microbatch
+            else:
+                live[microbatch.turn] = microbatch
+
+        def begin(turn: int) -> None:
+            def body(microbatch: SuspendableMicrobatch) -> Any:
+                result = function(batches[turn], turn)
+                if with_backward and result is not None:
+                    # An operation of the program: every stage has a part in it.
+                    microbatch.root = result / len(batches)
+                return result
+
+            microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body)
+            everything.append(microbatch)
+            advance(microbatch)
+
+        with kept(core.device):
+            while todo or live:
+                ready = self._ready(live)
+                if ready is not None:
+                    self.num_suspended += 1
+                    advance(ready)
+                elif todo and todo[0].kind is Kind.FORWARD and self._may_begin(live):
+                    begin(todo.popleft().microbatch)
+                elif not self._run_backward(todo, live, done):
+                    self._wait(todo, live, done)
+        core.end(everything)
+        return [microbatch.result for microbatch in everything]
+
+    def _ready(self, live: dict[int, SuspendableMicrobatch]) -> SuspendableMicrobatch | None:
+        """The first suspended microbatch that can go on. None may get ahead of an earlier one in
+        the program, since values of this stage are common to them: the parameters' chains, say.
+        """
+        for turn in sorted(live):
+            microbatch = live[turn]
+            assert microbatch.waits_for is not None
+            if self._core.mailbox.has(microbatch.waits_for[0]):
+                return microbatch
+            if not self._overlaps or microbatch.waits_for[0].kind is not Carries.READ:
+                return None
+        return None
+
+    def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
+        return not live or (
+            self._overlaps
+            and all(
+                each.waits_for is not None and each.waits_for[0].kind is Carries.READ
+                for each in live.values()
+            )
+        )
+
+    def _run_backward(
+        self,
+        todo: deque[Action],
+        live: dict[int, SuspendableMicrobatch],
+        done: dict[int, SuspendableMicrobatch],
+    ) -> bool:
+        """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
+        is there or nothing else can run; returns whether it did.
+        """
+        at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
+        if at is None or todo[at].microbatch not in done:
+            return False
+        microbatch = done[todo[at].microbatch]
+        first = microbatch.first_gradient
+        if first is not None and not self._core.mailbox.has(first[0]) and (live or at):
+            return False
+        del todo[at]
+        del done[microbatch.turn]
+        if microbatch.root is not None:
+            with run_by(microbatch):
+                microbatch.backward(microbatch.root)
+        microbatch.root = None
+        return True
+
+    def _wait(
+        self,
+        todo: deque[Action],
+        live: dict[int, SuspendableMicrobatch],
+        done: dict[int, SuspendableMicrobatch],
+    ) -> None:
+        waits = [live[turn].waits_for for turn in sorted(live)]
+        at = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
+        if at in done:
+            waits.append(done[at].first_gradient)
+        keys = [each[0] for each in waits if each is not None]
+        places = [each[1] for each in waits if each is not None]
+        self._core.mailbox.wait_for_any(keys, places[0])

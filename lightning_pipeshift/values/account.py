@@ -1,0 +1,88 @@
+"""Where the bytes of a value are, and where its gradient is summed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_pipeshift.errors import LayerError
+
+
+class Memory:
+    """What tensors that share memory have in common. Views of a value have the same one.
+
+    Attributes:
+        num_writes: how often an operation has written to it.
+        writer: the stage of the last write; ``None`` before the first.
+    """
+
+    __slots__ = ("num_writes", "writer")
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+        self.writer: int | None = None
+
+    def write(self, stage: int) -> None:
+        """Notes that an operation at a stage has written to the memory."""
+        self.num_writes += 1
+        self.writer = stage
+
+
+class Account:
+    """What every stage knows of a value, and the tensor itself where it is.
+
+    The consumers of a value at other stages form a chain, in program order. Each link of the chain
+    is one stage's run of consumers; in the backward, a link's gradient goes to the link before it,
+    and is the first term of the sum there. So the terms are added in the order of plain autograd.
+
+    Attributes:
+        owner: the stage that computed the value.
+        requires_grad: whether the value needs a gradient.
+        tensor: the value, at its owner and where it was sent; ``None`` elsewhere.
+        holders: the stages that have the bytes.
+        last: the stage of the latest consumers: the end of the chain.
+        link: here, the tensor that consumers use while ``last`` is this stage.
+        memory: shared with the value's views.
+    """
+
+    __slots__ = (
+        "_num_writes",
+        "holders",
+        "last",
+        "link",
+        "memory",
+        "owner",
+        "requires_grad",
+        "tensor",
+    )
+
+    def __init__(
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None = None
+    ) -> None:
+        self.requires_grad = requires_grad
+        self.memory = Memory() if memory is None else memory
+        self.begin(owner, tensor)
+
+    def begin(self, owner: int, tensor: Tensor | None) -> None:
+        """Begins anew with a tensor that only its owner has, as it is after a write."""
+        self.owner = owner
+        self.tensor = self.link = tensor
+        self.holders = {owner}
+        self.last = owner
+        self._num_writes = self.memory.num_writes
+
+    def refresh(self) -> None:
+        """Forgets the copies at other stages if the memory was written to, through a view perhaps.
+
+        Raises:
+            LayerError: another stage wrote to its copy of this memory, so the owner's is old.
+        """
+        if self._num_writes == self.memory.num_writes:
+            return
+        if self.memory.writer != self.owner:
+            raise LayerError(
+                f"Stage {self.memory.writer} has written in place to a view of a value that stage"
+                f" {self.owner} owns, and the value is used again. The write went to a copy. Use an"
+                " operation that returns a new tensor (`x = x + y`, `torch.where`) in place of the"
+                " one that writes."
+            )
+        self.begin(self.owner, self.tensor)

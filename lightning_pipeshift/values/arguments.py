@@ -1,0 +1,314 @@
+"""The arguments of a call, and what the call makes of them.
+
+Arguments may be objects (caches, configurations, output classes) that hold tensors, and a call may
+change them. So they are walked by item and attribute; what a call changed in them is part of what
+it gives back, in a form without tensors that other stages can apply to their own objects.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# What is taken as it is: it holds no tensors, or is no argument in the sense above.
+_WHOLE = (
+    nn.Module,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    str,
+    int,
+    float,
+    bytes,
+    frozenset,
+    range,
+    property,
+)
+_ITEM, _KEY, _ATTRIBUTE = "item", "key", "attribute"
+_BY_VALUE = (int, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+Part = tuple[tuple[str, Any], Any]
+
+
+def is_node(x: object) -> bool:
+    """Whether a value is a container or an object that a call could change."""
+    return isinstance(x, list | dict | deque) or (
+        hasattr(x, "__dict__") and not isinstance(x, (*_WHOLE, Tensor, tuple))
+    )
+
+
+def parts_of(node: Any) -> list[Part]:
+    """What a container or an object holds, with the place of each part."""
+    found: list[Part] = []
+    if isinstance(node, list | deque):
+        found += (((_ITEM, at), x) for at, x in enumerate(node))
+    elif isinstance(node, dict):
+        found += (((_KEY, key), x) for key, x in node.items())
+    if hasattr(node, "__dict__"):
+        found += (((_ATTRIBUTE, name), x) for name, x in node.__dict__.items())
+    return found
+
+
+def _new_node(cls: Any) -> Any:
+    return cls() if cls in (list, dict, deque) else cls.__new__(cls)
+
+
+def _fill(node: Any, parts: Sequence[Part]) -> None:
+    """Makes a container or object hold these parts and no others. The methods are those of the
+    built-in classes: a subclass may have its own, which do more.
+    """
+    items = [x for (kind, _), x in parts if kind == _ITEM]
+    if isinstance(node, list):
+        list.__setitem__(node, slice(None), items)
+    elif isinstance(node, deque):
+        deque.clear(node)
+        deque.extend(node, items)
+    elif isinstance(node, dict):
+        cls = OrderedDict if isinstance(node, OrderedDict) else dict
+        cls.clear(node)
+        for (kind, key), x in parts:
+            if kind == _KEY:
+                cls.__setitem__(node, key, x)
+    if hasattr(node, "__dict__"):
+        node.__dict__.clear()
+        node.__dict__.update({name: x for (kind, name), x in parts if kind == _ATTRIBUTE})
+
+
+def _rebuilt(original: Any, parts: list[Any]) -> Any:
+    """A tuple of the same class; a named tuple takes its parts one by one."""
+    cls = original if isinstance(original, type) else type(original)
+    return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
+
+
+class Arguments:
+    """The containers and objects (:attr:`nodes`) and the tensors in a call's arguments, each once,
+    in the order in which they are found.
+
+    Args:
+        arguments: positional and keyword arguments, or anything else.
+        describe: what of a tensor the result's shapes may depend on.
+        exact: whether they may depend on the value of any float; else only on whether it is 0 or 1.
+    """
+
+    def __init__(
+        self, arguments: Any, describe: Callable[[Tensor], Any], exact: bool = False
+    ) -> None:
+        self.nodes: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._tensor_numbers: dict[int, int] = {}
+        self._node_numbers: dict[int, int] = {}
+        self._describe, self._exact = describe, exact
+        self.key = self._scan(arguments)
+        """Hashable: calls with equal keys have results of equal shapes, as far as shapes do not
+        depend on values."""
+
+    def _scan(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            number = self._tensor_numbers.get(id(x))
+            if number is None:
+                number = self._tensor_numbers[id(x)] = len(self.tensors)
+                self.tensors.append(x)
+            return (number, self._describe(x))
+        if isinstance(x, float):
+            return (float, x if self._exact or x in (0.0, 1.0) else None)
+        if isinstance(x, _BY_VALUE):
+            return (type(x), x)
+        if isinstance(x, tuple):
+            return (type(x), *map(self._scan, x))
+        if isinstance(x, slice):
+            return (slice, self._scan(x.start), self._scan(x.stop), self._scan(x.step))
+        if is_node(x):
+            number = self._node_numbers.get(id(x))
+            if number is not None:
+                return ("node", number)
+            self._node_numbers[id(x)] = len(self.nodes)
+            self.nodes.append(x)
+            return (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
+        return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor."""
+        return self._tensor_numbers[id(tensor)]
+
+
+def copied(x: Any, of_tensor: Callable[[Tensor], Any], memo: dict[int, Any]) -> Any:
+    """A copy of arguments, so that a call changes the copy.
+
+    Args:
+        x: the arguments.
+        of_tensor: gives what stands in a tensor's place.
+        memo: gets the copy of every container and object, by the ``id`` of the original.
+    """
+    if isinstance(x, Tensor):
+        return of_tensor(x)
+    if isinstance(x, tuple):
+        return _rebuilt(x, [copied(part, of_tensor, memo) for part in x])
+    if isinstance(x, slice):
+        return slice(*(copied(part, of_tensor, memo) for part in (x.start, x.stop, x.step)))
+    if not is_node(x):
+        return x
+    if id(x) not in memo:
+        memo[id(x)] = node = _new_node(type(x))
+        _fill(node, [(place, copied(part, of_tensor, memo)) for place, part in parts_of(x)])
+    return memo[id(x)]
+
+
+class Argument(NamedTuple):
+    """In an encoded result: the call's tensor of this number."""
+
+    number: int
+
+
+class New(NamedTuple):
+    """In an encoded result: the tensor of this number that the call has made."""
+
+    number: int
+
+
+class Node(NamedTuple):
+    """In an encoded result: the container or object of this number."""
+
+    number: int
+
+
+class Items(NamedTuple):
+    """In an encoded result: a tuple."""
+
+    cls: type
+    parts: tuple[Any, ...]
+
+
+class Constant(NamedTuple):
+    """In an encoded result: anything else, as it is."""
+
+    value: Any
+
+
+class State(NamedTuple):
+    """What a container or an object holds, encoded."""
+
+    cls: type
+    parts: tuple[Part, ...]
+
+
+class Outcome:
+    """A call's result, and its arguments' containers and objects as the call left them, without
+    tensors.
+
+    Args:
+        nodes: the arguments' containers and objects.
+        tensors: the arguments' tensors.
+        result: what the call returned.
+    """
+
+    def __init__(self, nodes: Sequence[Any], tensors: Sequence[Tensor], result: Any = None) -> None:
+        self._nodes = list(nodes)
+        self._node_numbers = {id(node): at for at, node in enumerate(nodes)}
+        self._tensor_numbers = {id(tensor): at for at, tensor in enumerate(tensors)}
+        self._new_numbers: dict[int, int] = {}
+        self.new: list[Tensor] = []
+        """The tensors that are no arguments."""
+        self.result = self._encoded(result)
+        self.states: list[State] = []
+        """Of all nodes; those that the call has made are at the end."""
+        while len(self.states) < len(self._nodes):
+            node = self._nodes[len(self.states)]
+            parts = tuple((place, self._encoded(part)) for place, part in parts_of(node))
+            self.states.append(State(type(node), parts))
+
+    def _encoded(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) in self._tensor_numbers:
+                return Argument(self._tensor_numbers[id(x)])
+            if id(x) not in self._new_numbers:
+                self._new_numbers[id(x)] = len(self.new)
+                self.new.append(x)
+            return New(self._new_numbers[id(x)])
+        if isinstance(x, tuple):
+            return Items(type(x), tuple(map(self._encoded, x)))
+        if is_node(x):
+            if id(x) not in self._node_numbers:
+                self._node_numbers[id(x)] = len(self._nodes)
+                self._nodes.append(x)
+            return Node(self._node_numbers[id(x)])
+        return Constant(x)
+
+    def changes_from(self, before: Outcome) -> dict[int, State]:
+        """The states of the nodes that are new or differ from those in ``before``, by number."""
+        old = before.states
+        return {
+            at: state
+            for at, state in enumerate(self.states)
+            if at >= len(old) or not _equal(state, old[at])
+        }
+
+
+def _equal(one: State, other: State) -> bool:
+    """Whether two states hold the same. Constants are compared by identity where they may be
+    anything: ``==`` of a user's class may do anything, too.
+    """
+    return one.cls is other.cls and _same(one.parts, other.parts)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Constant) and isinstance(b, Constant):
+        return a.value is b.value or (
+            type(a.value) is type(b.value)
+            and isinstance(a.value, (*_BY_VALUE, float))
+            and a.value == b.value
+        )
+    if isinstance(a, tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a is b or (isinstance(a, str | int) and a == b) or a == b)
+
+
+def applied(
+    result: Any, changes: dict[int, State], arguments: Arguments, new: Sequence[Tensor]
+) -> Any:
+    """Gives this stage's own arguments the changes that a call made, and returns its result.
+
+    Args:
+        result: encoded.
+        changes: by the number of the node.
+        arguments: those of the call, on this stage.
+        new: the tensors that the call has made, or what stands for them.
+    """
+    nodes = list(arguments.nodes)
+    made = sorted(at for at in changes if at >= len(nodes))
+    nodes += [_new_node(changes[at].cls) for at in made]
+
+    def decoded(x: Any) -> Any:
+        if isinstance(x, Argument):
+            return arguments.tensors[x.number]
+        if isinstance(x, New):
+            return new[x.number]
+        if isinstance(x, Node):
+            return nodes[x.number]
+        if isinstance(x, Items):
+            return _rebuilt(x.cls, [decoded(part) for part in x.parts])
+        return x.value
+
+    for at, state in changes.items():
+        _fill(nodes[at], [(place, decoded(part)) for place, part in state.parts])
+    return decoded(result)
+
+
+def is_constant(encoded: Any) -> bool:
+    """Whether an encoded result holds anything but tensors, containers and ``None``: a number, for
+    instance, which may depend on values.
+    """
+    if isinstance(encoded, Items):
+        return any(map(is_constant, encoded.parts))
+    return isinstance(encoded, Constant) and encoded.value is not None

@@ -1,0 +1,206 @@
+"""The layers of a module, their owners, and what all microbatches on this rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import apply_function
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.values.contract import Contract, ContractFinder
+from lightning_pipeshift.values.layer_contracts import fake_copy, kind_of
+from lightning_pipeshift.values.layer_state import Attribute
+from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
+from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
+
+Owners = Callable[[int, int], int]
+"""The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
+
+
+class Core:
+    """One rank's part of the steps of a module.
+
+    Args:
+        module: the whole module. Every rank has all of it; only a layer's owner uses the layer.
+        layers: the modules that are placed, in order.
+        owners: tells who owns which layer.
+        mailbox: connects the stages.
+        device: where this stage computes.
+        seed: of the random streams.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[nn.Module],
+        owners: Owners,
+        mailbox: Mailbox,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.module, self.layers, self.owners = module, list(layers), owners
+        self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
+        self.streams = RandomStreams(device)
+        self.finder = ContractFinder(device)
+        self.contracts: dict[Any, Contract | None] = {}
+        self.number = {layer: at for at, layer in enumerate(self.layers)}
+        names = {each: name for name, each in module.named_modules()}
+        self.names = [names[layer] for layer in self.layers]
+        self.forwards = [layer.forward for layer in self.layers]
+        self.kinds: list[Any] = []
+        self._flags: list[Any] = []
+        self._fakes: dict[Any, nn.Module] = {}
+        self.parameters = [list(layer.named_parameters()) for layer in self.layers]
+        self.buffers = [list(layer.buffers()) for layer in self.layers]
+        self.inner = [
+            [(name, module) for name, module in layer.named_modules() if name]
+            for layer in self.layers
+        ]
+        # The attributes that layers of a kind change, in the order in which they were found.
+        self._states: dict[Any, list[Attribute]] = {}
+        self.parameter_owners: dict[Tensor, int] = {}
+        """The stages that hold the parameters, and the buffers of layers; a parameter outside of
+        layers gets its stage at its first use."""
+        for at, named in enumerate(self.parameters):
+            for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
+                self.parameter_owners.setdefault(tensor, owners(at, 0))
+        self.num_steps = 0
+        self.digest = 0
+        """Of all operations of the runs before: with it, the next run's are compared."""
+        self.operation: str | None = None
+        """The operation that runs at this stage now."""
+
+    def fake_of(self, number: int) -> nn.Module:
+        """A fake copy of a layer, or of one of its kind."""
+        kind = self.kinds[number]
+        if kind not in self._fakes:
+            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
+        return self._fakes[kind]
+
+    def state_of(self, number: int) -> list[Attribute]:
+        """The attributes that a layer changes when it is called, as far as they are known."""
+        return list(self._states.get(self.kinds[number], ()))
+
+    def add_state(self, number: int, changed: set[Attribute]) -> bool:
+        """Adds to :meth:`state_of`; returns whether there was anything new."""
+        known = self._states.setdefault(self.kinds[number], [])
+        new = sorted(changed - set(known))
+        known += new
+        return bool(new)
+
+    def _note_kinds(self) -> None:
+        """Determines the layers' kinds anew if a layer was frozen, say, since the last run."""
+        flags = [
+            (each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
+            for layer in self.layers
+            for each in layer.modules()
+        ]
+        if flags != self._flags:
+            self._flags, self.kinds = flags, [kind_of(layer) for layer in self.layers]
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Context in which the layers run at their owners, inside of steps. Outside of it the
+        module is as it was.
+        """
+        placed = {*self.module.parameters(), *self.parameter_owners}
+        classes = {tensor: type(tensor) for tensor in placed}
+        before = torch.autograd.Function.apply
+        for tensor in placed:
+            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
+        for layer in self.layers:
+            layer.__dict__["forward"] = _PlacedForward(self, layer)
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            for layer in self.layers:
+                del layer.__dict__["forward"]
+            for tensor, cls in classes.items():
+                tensor.__class__ = cls
+
+    def begin(self) -> None:
+        """Begins a run of microbatches. Every stage calls this."""
+        self.num_steps += 1
+        self._note_kinds()
+
+    def end(self, microbatches: Sequence[Microbatch]) -> None:
+        """Ends a run; its microbatches are in their order.
+
+        Raises:
+            LayerError: another stage sent what this one never asked for.
+        """
+        for microbatch in microbatches:
+            self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
+        self.mailbox.finish(self.num_steps)
+
+    def held(self) -> dict[str, Tensor]:
+        """The parameters that this stage holds, by name."""
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if self.parameter_owners.get(parameter, 0) == self.stage
+        }
+
+    def place_parameters(self, parameters: Sequence[Tensor], values: Sequence[int]) -> None:
+        """Places parameters outside of layers where an operation uses them first.
+
+        Args:
+            parameters: of the operation.
+            values: the owners of its values.
+        """
+        for parameter in parameters:
+            self.parameter_owners.setdefault(parameter, max(values, default=0))
+
+
+class _PlacedForward:
+    """The ``forward`` of a layer that its owner runs."""
+
+    def __init__(self, core: Core, layer: nn.Module) -> None:
+        self._core, self._layer = core, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        core, number = self._core, self._core.number[self._layer]
+        microbatch = running()
+        if microbatch is not None:
+            assert isinstance(microbatch, Microbatch)
+            return microbatch.layer(number, args, kwargs)
+        if core.operation is not None and core.owners(number, 0) != core.stage:
+            raise LayerError(
+                f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"
+                f" {core.owners(number, 0)} owns, and runs at stage {core.stage}. Make the module"
+                " that contains both one layer."
+            )
+        return core.forwards[number](*args, **kwargs)
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
+    plain = apply_function.__get__(None, cls)
+    microbatch = running()
+    if microbatch is None or not any(isinstance(x, PLACED) for x in args):
+        return plain(*args, **kwargs)
+    return microbatch.operation(_Applied(cls, plain), args, kwargs)
+
+
+class _Applied:
+    """A user's autograd function as an operation; equal for equal classes."""
+
+    def __init__(self, cls: Any, plain: Callable[..., Any]) -> None:
+        self._cls, self._plain, self.__name__ = cls, plain, f"{cls.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Applied) and other._cls is self._cls
+
+    def __hash__(self) -> int:
+        return hash(self._cls)

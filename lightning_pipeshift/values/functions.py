@@ -1,0 +1,83 @@
+"""Which functions of torch ask about a tensor, and which read it into Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _methods(names: str) -> Iterable[Any]:
+    return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
+
+
+def _getters(names: str) -> Iterable[Any]:
+    return (attribute.__get__ for attribute in _methods(names))
+
+
+QUESTIONS: frozenset[Any] = frozenset(
+    {
+        *_getters(
+            "shape dtype device ndim requires_grad is_leaf layout is_cuda is_xpu is_mps is_cpu"
+            " is_sparse is_quantized is_meta is_nested grad_fn itemsize nbytes names"
+        ),
+        *_methods(
+            "size dim stride numel nelement is_floating_point is_complex is_contiguous element_size"
+            " __len__ __hash__ ndimension is_signed get_device is_inference"
+        ),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    }
+)
+"""Functions whose results do not depend on values: a placeholder answers them by itself."""
+
+_GRAD: Any = Tensor.grad
+
+OF_PARAMETERS: frozenset[Any] = frozenset(
+    {
+        _GRAD.__get__,
+        _GRAD.__set__,
+        _GRAD.__delete__,
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        Tensor.requires_grad_,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+    }
+)
+"""Functions of a parameter that concern the stage that holds it, and no step."""
+
+READS: frozenset[Any] = frozenset(
+    {
+        *_methods(
+            "item tolist __bool__ __float__ __int__ __index__ __complex__ __contains__ __repr__"
+            " __format__ __array__ numpy is_nonzero equal allclose"
+        ),
+        torch.equal,
+        torch.allclose,
+        torch.is_nonzero,
+    }
+)
+"""Functions that read values into Python."""
+
+OF_SHAPE: frozenset[Any] = frozenset(
+    overload
+    for packet in (
+        torch.ops.aten.zeros_like,
+        torch.ops.aten.ones_like,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.full_like,
+        torch.ops.aten.rand_like,
+        torch.ops.aten.randn_like,
+        torch.ops.aten.randint_like,
+        torch.ops.aten.new_zeros,
+        torch.ops.aten.new_ones,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_full,
+        torch.ops.aten.new_empty_strided,
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+"""Operations that use only the shape and the type of their argument."""

@@ -1,0 +1,622 @@
+"""One microbatch's step on one rank: where each operation runs, and what is sent for it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_pipeshift.compat.torch_private import (
+    forward_hooks_of,
+    storage_use_count,
+    version_of,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.mailbox import Key, Kind, Message, Place
+from lightning_pipeshift.values.account import Account, Memory
+from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied
+from lightning_pipeshift.values.contract import Contract, spec_of
+from lightning_pipeshift.values.functions import READS
+from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
+from lightning_pipeshift.values.layer_contracts import call_hooks, hearing
+from lightning_pipeshift.values.layer_state import marks, with_state
+from lightning_pipeshift.values.value import PLACED, Spec, StepParameter, Value, name_of, run_by
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.core import Core
+
+# Functions whose results' shapes depend on floats.
+_SHAPED_BY_FLOATS = frozenset({functional.interpolate})
+DIGEST_MASK = (1 << 48) - 1
+# A tensor, and the Python object of its storage.
+_USES_OF_ONE = 2
+# Code of these folders is not the user's.
+_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
+
+
+class _Call(NamedTuple):
+    """A call of a layer or an operation.
+
+    Args:
+        function: runs it at its stage, on plain tensors: ``(parameters of other stages by name,
+            args, kwargs)``.
+        args: its arguments, as the user gave them.
+        kwargs: its keyword arguments.
+        arguments: what is in them.
+        contract: ``None`` if what it gives depends on values.
+        stage: where it runs.
+        label: names it in messages.
+        stream: the context of its random numbers.
+        parameters: the layer's, by name.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: Arguments
+    contract: Contract | None
+    stage: int
+    label: str
+    stream: AbstractContextManager[None]
+    parameters: Sequence[tuple[str, Tensor]] = ()
+
+
+class Microbatch:
+    """The step of one microbatch on this rank. Every rank runs the same one.
+
+    Args:
+        core: what all microbatches share.
+        run_number: of the run of a schedule; the same on all ranks.
+        step: the number of the step, for the random streams.
+        turn: the microbatch's number in the run.
+    """
+
+    def __init__(self, core: Core, run_number: int, step: int, turn: int) -> None:
+        self._core, self.mailbox, self.stage = core, core.mailbox, core.stage
+        self._run_number, self._step, self.turn = run_number, step, turn
+        # Of messages, of calls of layers, and of operations that run at one stage.
+        self._serial = self._num_layers = self._num_operations = 0
+        self.digest = core.digest
+        self._accounts: dict[Tensor, Account] = {}
+        self.is_in_backward = False
+        self._new_token()
+
+    def _new_token(self) -> None:
+        self._token = torch.zeros((), device=self._core.device, requires_grad=True)
+        self._has_ends = False
+        self.first_gradient: tuple[Key, Place] | None = None
+        """The message that this stage's backward begins with; ``None`` if it begins with work."""
+
+    # --- the program ---
+
+    def _note(self, label: str, args: Sequence[Any]) -> None:
+        """Adds an operation and its Python numbers to the digest of the program."""
+        digest = self.digest * 31 + zlib.crc32(label.encode())
+        for x in args:
+            if type(x) in (float, int):
+                digest += hash(x)
+        self.digest = digest & DIGEST_MASK
+
+    def _key(self, source: int, kind: Kind) -> Key:
+        self._serial += 1
+        return Key(source, self._run_number, self.turn, kind, self._serial)
+
+    def _place(self, label: str) -> Place:
+        return Place(label, self.digest, user_line())
+
+    def receive(self, key: Key, place: Place) -> Message:
+        """Waits for a message."""
+        return self.mailbox.take(key, place)
+
+    # --- where values are ---
+
+    def account_of(self, tensor: Tensor) -> Account:
+        """The account of a value or a parameter."""
+        if isinstance(tensor, Value):
+            return tensor.account
+        account = self._accounts.get(tensor)
+        if account is None:
+            owner = self._core.parameter_owners[tensor]
+            held = tensor if owner == self.stage else None
+            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, held)
+        return account
+
+    def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
+        """Brings a value to a stage.
+
+        Args:
+            tensor: the value or parameter.
+            stage: which uses it.
+            with_gradient: whether its gradient is needed.
+            label: of what uses it.
+
+        Returns:
+            the plain tensor at that stage, ``None`` at the others.
+        """
+        account = self.account_of(tensor)
+        account.refresh()
+        if stage not in account.holders:
+            self._send(account, tensor, stage, label)
+        if with_gradient and account.requires_grad:
+            if account.last != stage:
+                self._lead_chain(account, stage, label)
+            return account.link if self.stage == stage else None
+        return account.tensor if self.stage == stage else None
+
+    def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
+        key = self._key(account.owner, Kind.VALUE)
+        if self.stage == account.owner:
+            with without_torch_function_of_subclasses():
+                self.mailbox.send(stage, key, self._place(label), account.tensor)
+        elif self.stage == stage:
+            message = self.receive(key, self._place(label))
+            with without_torch_function_of_subclasses():
+                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self._core.device)
+        account.holders.add(stage)
+
+    def _lead_chain(self, account: Account, stage: int, label: str) -> None:
+        """Leads the chain of a value's consumers to another stage."""
+        last, account.last = account.last, stage
+        key = self._key(stage, Kind.GRADIENT)
+        with without_torch_function_of_subclasses():
+            if self.stage == last:
+                assert account.link is not None
+                way = Way(self, key, self._place(label), last)
+                self._token = gradient_from_later(self._token, account.link, way)
+                self._has_ends, self.first_gradient = True, (key, way.place)
+            elif self.stage == stage:
+                assert account.tensor is not None
+                way = Way(self, key, self._place(label), last)
+                self._token, account.link = gradient_to_earlier(self._token, account.tensor, way)
+                self._has_ends, self.first_gradient = True, None
+
+    # --- operations between layers ---
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function of torch, one of whose arguments is a value or a parameter."""
+        special = _SPECIAL.get(function)
+        if special is not None:
+            return special(self, *args, **kwargs)
+        core = self._core
+        arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
+        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
+        self._place_parameters(placed)
+        key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
+        try:
+            contract = core.contracts[key]
+        except KeyError:
+            contract = None
+            if function not in READS:
+                contract = core.finder.find(function, args, kwargs)
+            core.contracts[key] = contract
+        label = name_of(function)
+        self._note(label, args)
+        self._num_operations += 1
+        stage = self._stage_of(contract, arguments)
+        if stage is None:
+            return self._everywhere(function, args, kwargs)
+
+        def run(_: Any, run_args: Any, run_kwargs: Any) -> Any:
+            core.operation = label
+            try:
+                return function(*run_args, **run_kwargs)
+            finally:
+                core.operation = None
+
+        stream = core.streams.switched(
+            "operation", core.seed, self._step, self.turn, self._num_operations
+        )
+        return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    def _place_parameters(self, placed: Sequence[Tensor]) -> None:
+        parameters = [x for x in placed if isinstance(x, StepParameter)]
+        if parameters:
+            owners = [x.account.owner for x in placed if isinstance(x, Value)]
+            self._core.place_parameters(parameters, owners)
+
+    def _stage_of(self, contract: Contract | None, arguments: Arguments) -> int | None:
+        """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
+
+        def owners(numbers: Any) -> list[int]:
+            tensors = (arguments.tensors[at] for at in sorted(numbers))
+            return [self.account_of(x).owner for x in tensors if isinstance(x, PLACED)]
+
+        if contract is None:
+            return max(owners(range(len(arguments.tensors))))
+        # A write goes to where the memory is, and a view is of it.
+        for numbers in (contract.written, contract.aliases()):
+            found = owners(numbers)
+            if found:
+                return found[0]
+        return max(owners(contract.used), default=None)
+
+    def _everywhere(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that uses only the shapes of values, on every stage."""
+
+        def without_values(x: Tensor) -> Tensor:
+            if not isinstance(x, PLACED):
+                return x
+            return torch.empty_strided(
+                tuple(x.shape), x.stride(), dtype=x.dtype, device=self._core.device
+            )
+
+        with without_torch_function_of_subclasses():
+            plain_args, plain_kwargs = copied((args, kwargs), without_values, {})
+            return function(*plain_args, **plain_kwargs)
+
+    # --- layers ---
+
+    def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a layer."""
+        self._num_layers += 1
+        self._note(self._core.names[number], args)
+        return self._called(number, args, kwargs)
+
+    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        core = self._core
+        stage, layer = core.owners(number, self.turn), core.layers[number]
+        label = core.names[number]
+        inner = core.inner[number]
+        hooked = tuple(name for name, module in inner if forward_hooks_of(module))
+        state = core.state_of(number)
+        given = [attribute.get(layer) for attribute in state], *args
+        arguments = Arguments((given, kwargs), _described)
+        key = (
+            core.kinds[number],
+            torch.is_grad_enabled(),
+            *_autocast(core.device),
+            arguments.key,
+            hooked,
+        )
+        try:
+            contract = core.contracts[key]
+        except KeyError:
+            fake = core.fake_of(number)
+            forward = with_state(fake, hearing(fake, fake.forward, hooked), state)
+            contract = core.finder.find(forward, given, kwargs, partial(marks, fake))
+            if core.add_state(number, core.finder.changed):
+                return self._called(number, args, kwargs)
+            core.contracts[key] = contract
+
+        def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
+            forward = with_state(layer, hearing(layer, core.forwards[number], hooked), state)
+            if not others:
+                return forward(*run_args, **run_kwargs)
+            return _called_with(layer, forward, others, run_args, run_kwargs)
+
+        stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
+        parameters = core.parameters[number]
+        call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
+        (result, heard), after = self._call(call)
+        for attribute, value in zip(state, after, strict=True):
+            attribute.set(layer, value)
+        for buffer in core.buffers[number]:
+            # The layer may have written to it.
+            account = self._accounts.get(buffer)
+            if account is not None:
+                account.begin(account.owner, account.tensor if stage == self.stage else None)
+        call_hooks(layer, label, heard)
+        return result
+
+    # --- calls ---
+
+    def _call(self, call: _Call) -> Any:
+        contract, arguments, stage = call.contract, call.arguments, call.stage
+        with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
+        if contract is not None:
+            for at in contract.written:
+                self._adopt(arguments.tensors[at], stage, call.label)
+        here: dict[int, Tensor] = {}
+        for at, tensor in enumerate(arguments.tensors):
+            if isinstance(tensor, PLACED) and (contract is None or at in contract.used):
+                plain = self._at(tensor, stage, with_gradient, call.label)
+                if plain is not None:
+                    here[at] = plain
+        others: dict[str, Tensor] = {}
+        for name, parameter in call.parameters:
+            if self._core.parameter_owners[parameter] != stage:
+                plain = self._at(parameter, stage, with_gradient, call.label)
+                if plain is not None:
+                    others[name] = plain
+        if self.stage != stage:
+            return self._expected(call) if contract is not None else self._told(call, here, None)
+        if contract is None or contract.written:
+            # What is on its way must not change.
+            self.mailbox.flush()
+        before, after, written = self._run(call, here, others)
+        if contract is None:
+            return self._told(call, here, (before, after, written))
+        self._check(call, after)
+        return self._given(call, here, after.new)
+
+    def _run(
+        self, call: _Call, here: dict[int, Tensor], others: dict[str, Tensor]
+    ) -> tuple[Outcome | None, Outcome, list[int]]:
+        """Runs a call at its stage; returns what its arguments held before (where that is needed),
+        what it gave, and the numbers of the tensors that it has written to.
+        """
+        arguments, memo = call.arguments, {}  # type: ignore[var-annotated]
+
+        def plain(tensor: Tensor) -> Tensor:
+            return here.get(arguments.number_of(tensor), tensor)
+
+        with run_by(None), without_torch_function_of_subclasses():
+            args, kwargs = copied((call.args, call.kwargs), plain, memo)
+            nodes = [memo[id(node)] for node in arguments.nodes]
+            tensors = list(map(plain, arguments.tensors))
+            before = Outcome(nodes, tensors) if call.contract is None else None
+            versions = {at: version_of(tensor) for at, tensor in here.items()}
+            with call.stream:
+                result = call.function(others, args, kwargs)
+            after = Outcome(nodes, tensors, result)
+            written = [at for at, tensor in here.items() if version_of(tensor) != versions[at]]
+        return before, after, written
+
+    def _check(self, call: _Call, after: Outcome) -> None:
+        """Compares what a call gave with its contract."""
+        assert call.contract is not None
+        expected = call.contract.specs
+        with without_torch_function_of_subclasses():
+            found = [spec_of(tensor) for tensor in after.new]
+        if len(found) != len(expected) or any(
+            one[0] != other[0] or one[2:4] != other[2:4]
+            for one, other in zip(found, expected, strict=True)
+        ):
+            raise LayerError(
+                f"`{call.label}` gave {_listed(found)} where its run without values gave"
+                f" {_listed(expected)}. Results whose number, shape or type depends on the values"
+                " of tensors, in a way that only the values tell, are not supported here."
+            )
+
+    def _expected(self, call: _Call) -> Any:
+        """What stands for the results of a call at another stage, by its contract."""
+        assert call.contract is not None
+        return self._given(call, {}, [None] * len(call.contract.specs))
+
+    def _given(self, call: _Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
+        """Makes the values of a call's results, notes its writes, and applies its changes."""
+        contract = call.contract
+        assert contract is not None
+        written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
+        return self._values(
+            call, here, contract.specs, new, contract.result, contract.changes, written
+        )
+
+    def _values(
+        self,
+        call: _Call,
+        here: dict[int, Tensor],
+        specs: Sequence[Spec],
+        new: Sequence[Tensor | None],
+        result: Any,
+        changes: dict[int, State],
+        written: dict[int, bool],
+    ) -> Any:
+        values: list[Value] = []
+        memories: list[Memory] = []
+        for spec, tensor in zip(specs, new, strict=True):
+            memory = Memory()
+            if spec.shares is not None and spec.shares < 0:
+                memory = memories[-1 - spec.shares]
+            elif spec.shares is not None:
+                shared = call.arguments.tensors[spec.shares]
+                if isinstance(shared, PLACED):
+                    memory = self.account_of(shared).memory
+            memories.append(memory)
+            account = Account(call.stage, spec.requires_grad, tensor, memory)
+            if tensor is not None:
+                with without_torch_function_of_subclasses():
+                    spec = spec._replace(stride=tensor.stride())
+            values.append(Value(spec, self._core.device, account))
+        for at, needs_gradient in written.items():
+            target = call.arguments.tensors[at]
+            account = self.account_of(target)
+            account.memory.write(call.stage)
+            account.requires_grad = account.requires_grad or needs_gradient
+            kept = here.get(at, account.tensor) if self.stage == call.stage else None
+            account.begin(call.stage, kept)
+            if isinstance(target, Value) and target.requires_grad != account.requires_grad:
+                with without_torch_function_of_subclasses():
+                    target.requires_grad_(account.requires_grad)
+        return applied(result, changes, call.arguments, values)
+
+    def _told(
+        self,
+        call: _Call,
+        here: dict[int, Tensor],
+        ran: tuple[Outcome | None, Outcome, list[int]] | None,
+    ) -> Any:
+        """What a call gives whose stage tells the others: it depends on values."""
+        told, new = None, None
+        if ran is not None:
+            before, after, written = ran
+            assert before is not None
+            with without_torch_function_of_subclasses():
+                specs = [spec_of(tensor) for tensor in after.new]
+                needs = {at: here[at].requires_grad for at in written}
+            told = after.result, after.changes_from(before), specs, needs
+            new = after.new
+        result, changes, specs, written_to = self._read(told, call.stage, call.label)
+        return self._values(
+            call, here, specs, new or [None] * len(specs), result, changes, written_to
+        )
+
+    def _read(self, told: Any, stage: int, label: str) -> Any:
+        """Sends what one stage knows to all; returns it."""
+        key = self._key(stage, Kind.READ)
+        if self.stage != stage:
+            message = self.receive(key, self._place(label))
+            assert message.data is not None
+            return pickle.loads(message.data.numpy().tobytes())
+        data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+        for other in range(self.mailbox.num_stages):
+            if other != stage:
+                self.mailbox.send(other, key, self._place(label), data)
+        return told
+
+    def _adopt(self, tensor: Tensor, stage: int, label: str) -> None:
+        """Makes a tensor that every stage has a value of one stage: a value is written into it."""
+        if isinstance(tensor, PLACED):
+            return
+        storage = tensor.untyped_storage()
+        is_shared = storage_use_count(storage) > _USES_OF_ONE
+        if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
+            raise LayerError(
+                f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
+                " stage has, and whose memory other tensors or arrays share, or that needs a"
+                " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
+                " (`x.clone()`), before others share it, or use an operation that returns a new one"
+                " (`torch.where`, `torch.cat`)."
+            )
+        del storage
+        value = Value(spec_of(tensor), self._core.device, Account(stage, False, None))
+        torch.utils.swap_tensors(tensor, value)
+        # Now the user's object is the value, and the other one has the memory.
+        if self.stage == stage:
+            account = self.account_of(tensor)
+            account.begin(stage, value)
+
+    # --- the backward ---
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Runs this stage's part of the backward. Every rank calls this; arguments as those of
+        ``Tensor.backward``.
+        """
+        if create_graph or inputs is not None or isinstance(gradient, Value):
+            raise LayerError(
+                "`backward` with `create_graph`, `inputs` or a gradient that one stage owns is not"
+                " supported across layers. Compute second derivatives inside of one layer."
+            )
+        self._note("backward", ())
+        account = self.account_of(loss)
+        account.refresh()
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if self._has_ends:
+            roots, gradients = [self._token], [torch.zeros_like(self._token)]
+        if account.last == self.stage:
+            assert account.link is not None
+            roots.append(account.link)
+            gradients.append(gradient)
+        if roots:
+            self.is_in_backward = True
+            try:
+                with run_by(None), without_torch_function_of_subclasses():
+                    torch.autograd.backward(roots, gradients, retain_graph=bool(retain_graph))
+            finally:
+                self.is_in_backward = False
+        if not retain_graph:
+            self._new_token()
+            for account in self._accounts.values():
+                account.begin(
+                    account.owner, account.tensor if account.owner == self.stage else None
+                )
+
+
+def _described(tensor: Tensor) -> Any:
+    """What of a tensor a call's result may depend on."""
+    if isinstance(tensor, Value):
+        return True, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    return (
+        isinstance(tensor, StepParameter),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        (tensor.requires_grad),
+    )
+
+
+def _autocast(device: torch.device) -> tuple[Any, ...]:
+    if not torch.is_autocast_enabled(device.type):
+        return (None,)
+    return (torch.get_autocast_dtype(device.type),)
+
+
+def _called_with(
+    layer: torch.nn.Module, forward: Any, others: dict[str, Tensor], args: Any, kwargs: Any
+) -> Any:
+    """Calls a layer with tensors in place of some of its parameters."""
+    bare = _Bare(layer, forward)
+    named = {f"layer.{name}": tensor for name, tensor in others.items()}
+    return torch.func.functional_call(bare, named, args, kwargs)
+
+
+class _Bare(torch.nn.Module):
+    """Calls a layer's forward without the hooks of the layer, which have been called."""
+
+    def __init__(self, layer: torch.nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.layer, self._forward = layer, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it."""
+        return self._forward(*args, **kwargs)
+
+
+def _listed(specs: Sequence[Spec]) -> str:
+    return ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in specs) or "no tensors"
+
+
+def user_line() -> str:
+    """The file and line of the user's code that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_OURS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "no line of Python"
+
+
+# --- functions that are no operations ---
+
+
+def _over_rows(microbatch: Microbatch, tensor: Tensor) -> Any:
+    return iter(tensor.unbind(0))
+
+
+def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
+    return tensor.detach()
+
+
+def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    account = microbatch.account_of(tensor)
+    account.requires_grad = requires_grad
+    with without_torch_function_of_subclasses():
+        tensor.requires_grad_(requires_grad)
+        if account.tensor is not None and account.owner == microbatch.stage:
+            account.tensor.requires_grad_(requires_grad)
+    return tensor
+
+
+def _derivative(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
+    raise LayerError(
+        f"`torch.autograd.grad` ({user_line()}) over values of several stages is not supported."
+        " Call it inside of one layer, or call `backward` and use `.grad`."
+    )
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: Microbatch.backward,
+    Tensor.__iter__: _over_rows,
+    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    Tensor.requires_grad_: _require_gradient,
+    Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
+    torch.autograd.grad: _derivative,
+}

@@ -1,0 +1,161 @@
+"""The tensors that stand for values of other stages, and the parameters that are used as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import (
+    make_wrapper_subclass,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.functions import OF_PARAMETERS, QUESTIONS
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its values.
+
+    Args:
+        shape: its sizes.
+        stride: its strides, in elements. They travel with values, since kernels may add up in
+            another order for another layout.
+        dtype: the type of its elements.
+        requires_grad: whether it needs a gradient.
+        shares: whose memory it shares: a non-negative number is that of an argument of the call
+            that returned it, a negative number ``-1 - n`` that of the call's new tensor ``n``;
+            ``None`` for memory of its own.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    shares: int | None = None
+
+
+class Program(Protocol):
+    """What runs operations on values: a microbatch's step."""
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function of torch, one of whose arguments is a value or a parameter."""
+
+
+_running: list[Program | None] = [None]
+
+
+def running() -> Program | None:
+    """The microbatch whose step runs now; ``None`` inside of an owned layer or operation, and
+    outside of steps.
+    """
+    return _running[0]
+
+
+class run_by:
+    """Context in which operations on values are run by a microbatch, or, with ``None``, by nobody:
+    tensors are plain there.
+    """
+
+    __slots__ = ("_before", "_program")
+
+    def __init__(self, program: Program | None) -> None:
+        self._program = program
+
+    def __enter__(self) -> None:
+        self._before = _running[0]
+        _running[0] = self._program
+
+    def __exit__(self, *_: object) -> None:
+        _running[0] = self._before
+
+
+class Value(Tensor):
+    """A tensor of the step that one stage owns. Every stage, the owner too, has this object in the
+    tensor's place; :attr:`account` says where the tensor is.
+
+    Args:
+        spec: of the tensor.
+        device: this stage's device, which the value claims to be on.
+        account: of the value.
+    """
+
+    account: Account
+
+    @staticmethod
+    def __new__(cls, spec: Spec, device: torch.device, account: Account) -> Value:
+        value: Value = make_wrapper_subclass(
+            cls,
+            spec.shape,
+            strides=spec.stride,
+            dtype=spec.dtype,
+            device=device,
+            requires_grad=spec.requires_grad,
+        )
+        value.account = account
+        return value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in QUESTIONS:
+            with without_torch_function_of_subclasses():
+                return func(*args, **(kwargs or {}))
+        program = _running[0]
+        if program is None:
+            raise LayerError(
+                f"`{name_of(func)}` needs a value of a step where no step runs: inside of a layer"
+                " that did not get it as an argument, in another thread, or after the step. Pass it"
+                " to the layer as an argument, or keep `value.item()`."
+            )
+        return program.operation(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise LayerError(
+            f"`{func}` reached a value of another stage in a way that PipeShift cannot follow: from"
+            " compiled code or an extension in C++. Call it inside of a layer."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.detach().clone()
+
+
+class StepParameter(nn.Parameter):
+    """The class of a module's parameters while the core runs the module's steps: functions between
+    layers see that they use a parameter, which one stage owns. Everywhere else it is a plain one.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        program = _running[0]
+        if program is None or func in QUESTIONS or func in OF_PARAMETERS:
+            with without_torch_function_of_subclasses():
+                return func(*args, **(kwargs or {}))
+        return program.operation(func, args, kwargs or {})
+
+
+class StepBuffer(Tensor):
+    """As :class:`StepParameter`, for the buffers of layers."""
+
+    __torch_function__ = StepParameter.__torch_function__
+
+
+PLACED = (Value, StepParameter, StepBuffer)
+"""The classes of tensors that one stage owns."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function of torch for a message; that of an attribute for its getter."""
+    name: str = getattr(function, "__name__", "") or repr(function)
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return name

@@ -1,0 +1,1 @@
+"""The core: values, and the steps of one microbatch."""

@@ -1,0 +1,583 @@
+"""Small modules, each with a habit of users, and how they are trained with and without the core."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_pipeshift.plan.schedule.schedules import schedule_named
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.values.core import Core
+from lightning_pipeshift.values.value import Value
+
+WIDTH, LENGTH, BATCH, WORDS = 16, 6, 3, 11
+MICROBATCHES, STEPS = 3, 3
+
+
+class Block(nn.Module):
+    """A block of a transformer, with or without cross attention to a memory."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        """``(batch, length, width)`` -> the same."""
+        normed = self.norm(x)
+        keys = normed if memory is None else memory
+        x = x + self.attention(normed, keys, keys, need_weights=False)[0]
+        hidden = functional.gelu(self.up(x))
+        return x + functional.dropout(self.down(hidden), self.dropout, self.training)
+
+
+class Model(nn.Module):
+    """A small language model. Subclasses have other steps."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(self.dropout) for _ in range(4))
+        self.head: nn.Module | None = nn.Linear(WIDTH, WORDS)
+        self.noted: list[Any] = []
+
+    def layers(self) -> list[nn.Module]:
+        """What is placed."""
+        return [self.embedding, *self.blocks, *([self.head] if self.head is not None else [])]
+
+    def owner(self, number: int, stages: int) -> int:
+        """The stage of a layer."""
+        return min(number * stages // len(self.layers()), stages - 1)
+
+    def hidden(self, words: Tensor) -> Tensor:
+        """What the head gets."""
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Of what the head gets."""
+        assert self.head is not None
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def step(self, batch: Any, number: int) -> Any:
+        """The user's step."""
+        words, targets = batch
+        return self.loss(self.hidden(words), targets)
+
+
+class Drops(Model):
+    """Dropout inside of layers and between them."""
+
+    dropout = 0.2
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = functional.dropout(self.hidden(words), 0.2)
+        return self.loss(x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(WIDTH), targets)
+
+
+class Tied(Model):
+    """The embedding's weight is the head's, and parameters outside of layers are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = None
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.full((1,), 1.3))
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = functional.linear(self.norm(x) * self.scale, self.embedding.weight)
+        penalty = 1e-3 * self.embedding.weight.pow(2).sum() + self.scale.pow(2).sum()
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) + penalty
+
+
+class SharedHead(Model):
+    """A layer at the end uses the weight of the layer at the front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = nn.Linear(WIDTH, WORDS, bias=False)
+        head.weight = self.embedding.weight
+        self.head = head
+
+
+class Skips(Model):
+    """Values go around layers, and back to earlier stages."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x, kept = self.embedding(words), []
+        for block in self.blocks[:2]:
+            kept.append(x)
+            x = block(x)
+        for block in self.blocks[2:]:
+            x = block(torch.cat([x, kept.pop()], 1)[:, :LENGTH], x) + 0.5 * x
+        return self.loss(self.blocks[0](x) + kept.__len__(), targets)
+
+
+class Scattered(Model):
+    """Neighbouring layers at stages that are none."""
+
+    def owner(self, number: int, stages: int) -> int:
+        return (2 * number + 1) % stages
+
+
+class Reads(Model):
+    """Values become Python numbers, decide branches, and are printed."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.hidden(words)
+        if x.abs().mean() > 0.5:
+            x = x * 0.9
+        loss = self.loss(x, targets)
+        self.noted += [loss.item(), f"{loss:.4f}", str(loss.detach()), x[0].tolist()[0]]
+        best = x.argmax(-1).flatten().bincount(minlength=WIDTH)
+        return loss + 0.01 * x[:, : int(best.argmax()) + 1].mean() + 0.1 * x[x > 0.3].sum()
+
+
+class Queue(Model):
+    """Detached values of steps before are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: deque[Tensor] = deque(maxlen=2)
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.hidden(words)
+        loss = self.loss(x, targets)
+        if self.queue:
+            loss = loss + 0.1 * sum((x - old).pow(2).mean() for old in self.queue)
+        self.queue.append(x.detach())
+        return loss
+
+
+class InPlace(Model):
+    """Values and common tensors are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.hidden(words) * 1.0
+        x[:, 0] = 0.5
+        x[:, 1].mul_(2.0)
+        parts = torch.zeros(BATCH, 2, WIDTH)
+        parts[:, 0] = x.mean(1)
+        loss = self.loss(x, targets) + parts.pow(2).mean() + self.blocks[0](x).mean()
+        self.total += loss.detach()
+        self.noted.append(self.total.item())
+        return loss
+
+
+class Cache:
+    """An object with tensors in it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.count = 0
+
+
+class Caching(nn.Module):
+    """A layer that keeps what it saw in an object of its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, cache: Cache) -> dict[str, Any]:
+        """Uses what the last two layers kept."""
+        out = self.block(x)
+        for key in cache.keys[-2:]:
+            out = out + 0.1 * key
+        cache.keys.append(out)
+        cache.count += 1
+        return {"x": out, "cache": cache}
+
+
+class Objects(Model):
+    """Layers change objects that are passed in, and return dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caching() for _ in range(4))
+
+    def hidden(self, words: Tensor) -> Tensor:
+        cache = Cache()
+        x = self.embedding(words)
+        for block in self.blocks:
+            found = block(x, cache=cache)
+            x = found["x"]
+            assert found["cache"] is cache
+        self.noted.append((cache.count, len(cache.keys), tuple(cache.keys[0].shape)))
+        return x + cache.keys[1].mean()
+
+
+class Keeping(nn.Module):
+    """A layer with attributes that its calls change: of plain kinds, with gradients, in buffers."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Block(), nn.BatchNorm1d(LENGTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.penalty: Tensor | None = None
+        self.history: list[Tensor] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Uses what the call before has kept."""
+        x = self.norm(self.block(x)) + 0.1 * self.seen
+        self.num_calls += 1
+        self.penalty = x.pow(2).mean() * self.num_calls
+        self.history.append(x.detach().mean(0))
+        self.seen = 0.5 * self.seen + self.history[-1].mean(0)
+        return x + sum(self.history[-2:])
+
+
+class Keeps(Model):
+    """Attributes and buffers of layers are read behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(4))
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self.hidden(words), targets)
+        for block in self.blocks:
+            assert isinstance(block, Keeping)
+            assert block.penalty is not None
+            assert block.norm.running_mean is not None
+            loss = loss + 0.01 * block.penalty + 0.01 * block.norm.running_mean.sum()
+            self.noted.append((block.num_calls, len(block.history), block.seen.sum().item()))
+        return loss
+
+
+class Hooks(Model):
+    """Hooks of modules inside of layers, and of layers, take things out; layers return classes of
+    their own.
+    """
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        taken: list[Tensor] = []
+        handles = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            handles += [
+                each.register_forward_hook(lambda _, __, out: taken.append(out))
+                for each in (block, block.up)
+            ]
+        loss = self.loss(self.hidden(words), targets)
+        for handle in handles:
+            handle.remove()
+        self.noted.append([tuple(each.shape) for each in taken])
+        return loss + sum(0.01 * each.pow(2).mean() for each in taken)
+
+
+class Frozen(Model):
+    """Layers are frozen, and thawed again."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self.hidden(words), targets)
+        if number == MICROBATCHES - 1:
+            first = self.blocks[0]
+            first.requires_grad_(not next(first.parameters()).requires_grad)
+            self.embedding.requires_grad_(next(first.parameters()).requires_grad)
+        return loss
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+class Functions(Model):
+    """A user's autograd function between layers."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        return self.loss(_Doubled.apply(self.hidden(words), 1.5), targets)
+
+
+class Recurrent(Model):
+    """Every layer is called again and again, for a number of times that is drawn."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        for _ in range(int(torch.randint(1, 4, ()))):
+            for block in self.blocks:
+                x = block(x)
+        return self.loss(x, targets)
+
+
+class SeveralLosses(Model):
+    """Losses of several stages, and layers that no gradient reaches."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        losses = []
+        for block in self.blocks[:3]:
+            x = block(x)
+            losses.append(self.loss(x, targets))
+        with torch.no_grad():
+            self.noted.append(round(self.blocks[3](x).sum().item(), 4))
+        first, *others = losses
+        return sum(others, first) / len(losses)
+
+
+class Masks(Model):
+    """Shapes are asked for, and tensors are made that are like values."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.hidden(words)
+        batch_size, length, _ = x.shape
+        mask = torch.ones(batch_size, length, device=x.device).tril().unsqueeze(-1).to(x)
+        weights = torch.full_like(x, 0.5) + x.new_zeros(x.size(-1))
+        self.noted.append((x.dtype, x.ndim, x.requires_grad, len(x), weights.sum().item()))
+        return self.loss(x * mask + weights, targets)
+
+
+MODELS: dict[str, type[Model]] = {
+    each.__name__: each
+    for each in (
+        Model,
+        Drops,
+        Tied,
+        SharedHead,
+        Skips,
+        Scattered,
+        Reads,
+        Queue,
+        InPlace,
+        Objects,
+        Keeps,
+        Hooks,
+        Frozen,
+        Functions,
+        Recurrent,
+        SeveralLosses,
+        Masks,
+    )
+}
+
+
+def made(name: str) -> tuple[Model, list[list[tuple[Tensor, Tensor]]]]:
+    """A model, and the microbatches of all steps."""
+    torch.manual_seed(7)
+    model = MODELS[name]()
+
+    def words() -> Tensor:
+        return torch.randint(WORDS, (BATCH, LENGTH))
+
+    return model, [[(words(), words()) for _ in range(MICROBATCHES)] for _ in range(STEPS)]
+
+
+def plainly(name: str) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """Trains in a plain loop; returns losses, parameters, and what the step noted."""
+    model, steps = made(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batches in steps:
+        for number, batch in enumerate(batches):
+            loss = model.step(batch, number)
+            (loss / len(batches)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: x.detach() for name, x in model.named_parameters()}, model.noted
+
+
+class Trained(NamedTuple):
+    """What a rank has after a model's training.
+
+    Args:
+        losses: where this rank owns them.
+        held: the parameters that this rank holds.
+        noted: what the model's step noted.
+        num_fake: how many runs on fake tensors there were.
+        num_suspended: how often a step was suspended.
+    """
+
+    losses: list[float | None]
+    held: dict[str, Tensor]
+    noted: list[Any]
+    num_fake: int
+    num_suspended: int
+
+
+def connected() -> Mailbox:
+    """A mailbox of this rank for all ranks of the job."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(backend="gloo")
+    return Mailbox(group, ranks, ranks, dist.get_rank(), lambda _: nullcontext())
+
+
+def core_of(model: Model, mailbox: Mailbox) -> Core:
+    """The core of a model whose layers say where they are."""
+    stages = mailbox.num_stages
+    return Core(
+        model,
+        model.layers(),
+        lambda number, turn: model.owner(number, stages),
+        mailbox,
+        torch.device("cpu"),
+    )
+
+
+def on_stages(cases: Sequence[tuple[str, str, bool]]) -> list[Trained]:
+    """Trains models on the ranks of a job, each under a schedule, with or without overlap."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return [_trained(*case) for case in cases]
+
+
+def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
+    model, steps = made(name)
+    mailbox = connected()
+    core = core_of(model, mailbox)
+    engine = Engine(core, overlaps)
+    row = schedule_named(schedule)(mailbox.num_stages, MICROBATCHES)[mailbox.stage]
+    losses: list[float | None] = []
+    optimizer: torch.optim.Optimizer | None = None
+    with core.placed():
+        for number, batches in enumerate(steps):
+            for loss in engine.run(number, batches, model.step, row):
+                assert isinstance(loss, Value)
+                here = loss.account.tensor if loss.account.owner == mailbox.stage else None
+                losses.append(None if here is None else here.item())
+            if optimizer is None and core.held():
+                optimizer = torch.optim.AdamW(core.held().values(), lr=0.01)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+    held = {name: x.detach().clone() for name, x in core.held().items()}
+    mailbox.close()
+    return Trained(losses, held, model.noted, core.finder.num_runs, engine.num_suspended)
+
+
+class Extra(nn.Module):
+    """A layer that returns a view of what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same memory in another shape."""
+        return x.flatten(1)
+
+
+def other_operations(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.hidden(words)
+    if rank == 1:
+        x = x * 2
+    return x.sin().sum()
+
+
+def other_numbers(model: Model, rank: int, words: Tensor) -> Tensor:
+    return (model.hidden(words) * (1.0 + rank)).sum() + model.blocks[0](model.hidden(words)).sum()
+
+
+def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.embedding(words)
+    return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
+
+
+def one_more_read(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.hidden(words).sum()
+    if rank == 0:
+        x.item()
+    return x + x.item()
+
+
+def into_a_view(model: Model, rank: int, words: Tensor) -> Tensor:
+    total = torch.zeros(3)
+    total[0].copy_(model.hidden(words).mean())
+    return total.sum()
+
+
+def into_what_others_see(model: Model, rank: int, words: Tensor) -> Tensor:
+    total = torch.zeros(3)
+    seen = total[1:]
+    total += model.hidden(words).mean()
+    return seen.sum()
+
+
+def stale(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.embedding(words) * 1.0
+    view = model.extra(x)  # type: ignore[operator]
+    view.mul_(2.0)
+    return x.sum()
+
+
+def derivative(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.hidden(words)
+    return torch.autograd.grad(x.sum(), [x])[0].sum()
+
+
+class _Inside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def layer_inside(model: Model, rank: int, words: Tensor) -> Tensor:
+    x: Tensor = _Inside.apply(model.embedding(words), model.blocks[3])
+    return x.sum()
+
+
+class Wrong(Model):
+    """With a layer at the last stage that returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Extra()
+
+    def layers(self) -> list[nn.Module]:
+        return [*super().layers(), self.extra]
+
+
+def refused(step: Any) -> None:
+    """Runs two steps on the ranks of a job, which end with an error."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    model, mailbox = Wrong(), connected()
+    core = core_of(model, mailbox)
+    words = torch.randint(WORDS, (BATCH, LENGTH))
+    engine = Engine(core)
+    row = schedule_named("1f1b")(mailbox.num_stages, 2)[mailbox.stage]
+    with core.placed():
+        for number in range(2):
+            engine.run(
+                number, [words, words], lambda batch, _: step(model, mailbox.stage, batch), row
+            )
