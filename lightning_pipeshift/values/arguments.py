@@ -312,3 +312,10 @@ def is_constant(encoded: Any) -> bool:
     if isinstance(encoded, Items):
         return any(map(is_constant, encoded.parts))
     return isinstance(encoded, Constant) and encoded.value is not None
+
+
+def arguments_in(encoded: Any) -> set[int]:
+    """The numbers of the call's tensors in an encoded result, not counting those in objects."""
+    if isinstance(encoded, Items):
+        return set().union(*map(arguments_in, encoded.parts))
+    return {encoded.number} if isinstance(encoded, Argument) else set()

@@ -13,7 +13,7 @@ runs the call tells the others afterwards.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,14 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.values.arguments import Arguments, Outcome, State, copied, is_constant
+from lightning_pipeshift.values.arguments import (
+    Arguments,
+    Outcome,
+    State,
+    arguments_in,
+    copied,
+    is_constant,
+)
 from lightning_pipeshift.values.functions import OF_SHAPE
 from lightning_pipeshift.values.value import Spec, run_by
 
@@ -68,6 +75,10 @@ class Contract:
     def aliases(self) -> set[int]:
         """The numbers of the argument tensors that a result shares memory with."""
         return {spec.shares for spec in self.specs if spec.shares is not None and spec.shares >= 0}
+
+    def returned(self) -> set[int]:
+        """The numbers of the argument tensors that the call returns as they are."""
+        return arguments_in(self.result)
 
 
 def spec_of(tensor: Tensor, shares: int | None = None) -> Spec:
@@ -155,7 +166,7 @@ class ContractFinder:
                 now = self._marks()
                 self.changed |= {name for name in now if now[name] != marked.get(name, now)}
                 after = Outcome(nodes, stand_ins, result)
-                specs = _specs(after.new, stand_ins)
+                specs = specs_of(after.new, stand_ins)
             except Exception:
                 # Whatever goes wrong on fake tensors is seen again, or is not, on the real ones.
                 return None
@@ -193,9 +204,14 @@ def _gives_numbers(contract: Contract) -> bool:
     return not contract.specs and not contract.written and is_constant(contract.result)
 
 
-def _specs(new: list[Tensor], stand_ins: list[Tensor]) -> list[Spec]:
-    """The specs of a call's new tensors, with whose memory they share."""
-    owners = {storage_key_of(one): at for at, one in reversed(list(enumerate(stand_ins)))}
+def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
+    """The specs of a call's new tensors, with whose memory they share.
+
+    Args:
+        new: the tensors that the call has made.
+        arguments: the call's tensors, plain or fake.
+    """
+    owners = {storage_key_of(one): at for at, one in reversed(list(enumerate(arguments)))}
     specs = []
     for at, tensor in enumerate(new):
         shares = owners.setdefault(storage_key_of(tensor), -1 - at)

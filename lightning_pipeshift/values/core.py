@@ -14,7 +14,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
-from lightning_pipeshift.values.layer_contracts import fake_copy, kind_of
+from lightning_pipeshift.values.layer_contracts import copy_flags, fake_copy, kind_of
 from lightning_pipeshift.values.layer_state import Attribute
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
@@ -53,11 +53,11 @@ class Core:
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
         self.forwards = [layer.forward for layer in self.layers]
-        self.kinds: list[Any] = []
-        self._flags: list[Any] = []
+        self.kinds = [kind_of(layer) for layer in self.layers]
         self._fakes: dict[Any, nn.Module] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
+        self.modules = [list(layer.modules()) for layer in self.layers]
         self.inner = [
             [(name, module) for name, module in layer.named_modules() if name]
             for layer in self.layers
@@ -81,7 +81,9 @@ class Core:
         kind = self.kinds[number]
         if kind not in self._fakes:
             self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
-        return self._fakes[kind]
+        fake = self._fakes[kind]
+        copy_flags(self.layers[number], fake)
+        return fake
 
     def state_of(self, number: int) -> list[Attribute]:
         """The attributes that a layer changes when it is called, as far as they are known."""
@@ -93,16 +95,6 @@ class Core:
         new = sorted(changed - set(known))
         known += new
         return bool(new)
-
-    def _note_kinds(self) -> None:
-        """Determines the layers' kinds anew if a layer was frozen, say, since the last run."""
-        flags = [
-            (each.training, *(x.requires_grad for x in each.parameters(recurse=False)))
-            for layer in self.layers
-            for each in layer.modules()
-        ]
-        if flags != self._flags:
-            self._flags, self.kinds = flags, [kind_of(layer) for layer in self.layers]
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -129,7 +121,6 @@ class Core:
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
         self.num_steps += 1
-        self._note_kinds()
 
     def end(self, microbatches: Sequence[Microbatch]) -> None:
         """Ends a run; its microbatches are in their order.

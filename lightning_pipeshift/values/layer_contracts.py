@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
+    MODULE_TABLES,
     forward_hooks_of,
     hooks_with_kwargs_of,
     set_forward_hooks,
@@ -23,9 +24,29 @@ from lightning_pipeshift.errors import LayerError
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
+_NO_SETTINGS = MODULE_TABLES | {"forward", "training"}
+
+
+def flags_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Whether modules are in training, and parameters are trained."""
+    return (
+        *(module.training for module in modules),
+        *(parameter.requires_grad for parameter in parameters),
+    )
+
+
+def copy_flags(layer: nn.Module, to: nn.Module) -> None:
+    """Gives a fake copy the flags of a layer of its kind."""
+    for module, fake in zip(layer.modules(), to.modules(), strict=True):
+        fake.training = module.training
+    for parameter, copied in zip(layer.parameters(), to.parameters(), strict=True):
+        copied.requires_grad_(parameter.requires_grad)
+
+
 def kind_of(layer: nn.Module) -> Any:
     """Hashable: layers with equal kinds give results of equal shapes for equal arguments. Classes,
-    settings, and the shapes of parameters and buffers count, and not their values.
+    settings, and the shapes of parameters and buffers count, and not their values; whether they are
+    trained (``requires_grad``, ``training``) is in :func:`flags_of`, as it may change.
     """
     memo: dict[int, int] = {}
     return tuple(
@@ -41,7 +62,7 @@ def _tensors(module: nn.Module, memo: dict[int, int]) -> Any:
             yield name, None
         else:
             at = memo.setdefault(id(tensor), len(memo))
-            yield name, at, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+            yield name, at, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _settings(module: nn.Module, memo: dict[int, int]) -> Any:
@@ -49,7 +70,7 @@ def _settings(module: nn.Module, memo: dict[int, int]) -> Any:
     return tuple(
         (name, _setting(x))
         for name, x in module.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules", "forward") and "_hooks" not in name
+        if name not in _NO_SETTINGS and "_hooks" not in name
     )
 
 

@@ -24,10 +24,10 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied
-from lightning_pipeshift.values.contract import Contract, spec_of
+from lightning_pipeshift.values.contract import Contract, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
-from lightning_pipeshift.values.layer_contracts import call_hooks, hearing
+from lightning_pipeshift.values.layer_contracts import call_hooks, flags_of, hearing
 from lightning_pipeshift.values.layer_state import marks, with_state
 from lightning_pipeshift.values.value import PLACED, Spec, StepParameter, Value, name_of, run_by
 
@@ -232,8 +232,8 @@ class Microbatch:
 
         if contract is None:
             return max(owners(range(len(arguments.tensors))))
-        # A write goes to where the memory is, and a view is of it.
-        for numbers in (contract.written, contract.aliases()):
+        # A write goes to where the memory is, and a view, or what is returned as it is, is of it.
+        for numbers in (contract.written, contract.aliases(), contract.returned()):
             found = owners(numbers)
             if found:
                 return found[0]
@@ -270,8 +270,11 @@ class Microbatch:
         state = core.state_of(number)
         given = [attribute.get(layer) for attribute in state], *args
         arguments = Arguments((given, kwargs), _described)
+        parameters = core.parameters[number]
+        flags = flags_of(core.modules[number], [parameter for _, parameter in parameters])
         key = (
             core.kinds[number],
+            flags,
             torch.is_grad_enabled(),
             *_autocast(core.device),
             arguments.key,
@@ -294,7 +297,6 @@ class Microbatch:
             return _called_with(layer, forward, others, run_args, run_kwargs)
 
         stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
-        parameters = core.parameters[number]
         call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
         (result, heard), after = self._call(call)
         for attribute, value in zip(state, after, strict=True):
@@ -312,9 +314,11 @@ class Microbatch:
     def _call(self, call: _Call) -> Any:
         contract, arguments, stage = call.contract, call.arguments, call.stage
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
-        if contract is not None:
-            for at in contract.written:
-                self._adopt(arguments.tensors[at], stage, call.label)
+        for at in contract.written if contract is not None else ():
+            target = arguments.tensors[at]
+            if not isinstance(target, PLACED):
+                self._require_own(target, call.label)
+                self._adopt(target, stage)
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if isinstance(tensor, PLACED) and (contract is None or at in contract.used):
@@ -354,11 +358,11 @@ class Microbatch:
             nodes = [memo[id(node)] for node in arguments.nodes]
             tensors = list(map(plain, arguments.tensors))
             before = Outcome(nodes, tensors) if call.contract is None else None
-            versions = {at: version_of(tensor) for at, tensor in here.items()}
+            versions = list(map(version_of, tensors))
             with call.stream:
                 result = call.function(others, args, kwargs)
             after = Outcome(nodes, tensors, result)
-            written = [at for at, tensor in here.items() if version_of(tensor) != versions[at]]
+            written = [at for at, x in enumerate(tensors) if version_of(x) != versions[at]]
         return before, after, written
 
     def _check(self, call: _Call, after: Outcome) -> None:
@@ -419,6 +423,8 @@ class Microbatch:
             values.append(Value(spec, self._core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
+            if not isinstance(target, PLACED):
+                self._adopt(target, call.stage)
             account = self.account_of(target)
             account.memory.write(call.stage)
             account.requires_grad = account.requires_grad or needs_gradient
@@ -440,9 +446,13 @@ class Microbatch:
         if ran is not None:
             before, after, written = ran
             assert before is not None
+            tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
             with without_torch_function_of_subclasses():
-                specs = [spec_of(tensor) for tensor in after.new]
-                needs = {at: here[at].requires_grad for at in written}
+                specs = specs_of(after.new, tensors)
+                needs = {at: tensors[at].requires_grad for at in written}
+            for at in written:
+                if at not in here:
+                    self._require_own(tensors[at], call.label)
             told = after.result, after.changes_from(before), specs, needs
             new = after.new
         result, changes, specs, written_to = self._read(told, call.stage, call.label)
@@ -463,13 +473,13 @@ class Microbatch:
                 self.mailbox.send(other, key, self._place(label), data)
         return told
 
-    def _adopt(self, tensor: Tensor, stage: int, label: str) -> None:
-        """Makes a tensor that every stage has a value of one stage: a value is written into it."""
-        if isinstance(tensor, PLACED):
-            return
+    def _require_own(self, tensor: Tensor, label: str) -> None:
+        """Raises LayerError if a common tensor cannot become a value of one stage: others that
+        share its memory would not.
+        """
         storage = tensor.untyped_storage()
         is_shared = storage_use_count(storage) > _USES_OF_ONE
-        if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
+        if type(tensor) is not Tensor or is_shared or (tensor.is_leaf and tensor.requires_grad):
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
@@ -477,13 +487,15 @@ class Microbatch:
                 " (`x.clone()`), before others share it, or use an operation that returns a new one"
                 " (`torch.where`, `torch.cat`)."
             )
-        del storage
-        value = Value(spec_of(tensor), self._core.device, Account(stage, False, None))
+
+    def _adopt(self, tensor: Tensor, stage: int) -> None:
+        """Makes a common tensor a value of one stage: that writes into it."""
+        spec = spec_of(tensor)._replace(requires_grad=False)
+        value = Value(spec, self._core.device, Account(stage, False, None))
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
-            account = self.account_of(tensor)
-            account.begin(stage, value)
+            self.account_of(tensor).begin(stage, value)
 
     # --- the backward ---
 
@@ -605,18 +617,32 @@ def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: boo
     return tensor
 
 
-def _derivative(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
-    raise LayerError(
-        f"`torch.autograd.grad` ({user_line()}) over values of several stages is not supported."
-        " Call it inside of one layer, or call `backward` and use `.grad`."
-    )
+def _refused(what: str, advice: str) -> Callable[..., Any]:
+    """A function that says why something is not supported on values."""
 
+    def refuse(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
+        raise LayerError(
+            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
+        )
+
+    return refuse
+
+
+_WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
+_HOOK = "register a hook on the parameters, or call it inside of the layer."
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: Microbatch.backward,
     Tensor.__iter__: _over_rows,
     Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
+    Tensor.set_: _refused("`set_`", _WRITE),
     Tensor.requires_grad_: _require_gradient,
     Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
-    torch.autograd.grad: _derivative,
+    Tensor.register_hook: _refused("`register_hook`", _HOOK),
+    Tensor.retain_grad: _refused("`retain_grad`", _HOOK),
+    torch.autograd.grad: _refused(
+        "`torch.autograd.grad`",
+        "call it inside of one layer, or call `backward` and use `.grad`.",
+    ),
 }

@@ -294,16 +294,16 @@ class Hooks(Model):
 
 
 class Frozen(Model):
-    """Layers are frozen, and thawed again."""
+    """Layers are frozen, and thawed again, from step to step."""
 
     def step(self, batch: Any, number: int) -> Any:
         words, targets = batch
-        loss = self.loss(self.hidden(words), targets)
-        if number == MICROBATCHES - 1:
+        if number == 0:
             first = self.blocks[0]
-            first.requires_grad_(not next(first.parameters()).requires_grad)
-            self.embedding.requires_grad_(next(first.parameters()).requires_grad)
-        return loss
+            is_trained = not next(first.parameters()).requires_grad
+            first.requires_grad_(is_trained)
+            self.embedding.requires_grad_(is_trained)
+        return self.loss(self.hidden(words), targets)
 
 
 class _Doubled(torch.autograd.Function):
@@ -361,6 +361,10 @@ class Masks(Model):
         x = self.hidden(words)
         batch_size, length, _ = x.shape
         mask = torch.ones(batch_size, length, device=x.device).tril().unsqueeze(-1).to(x)
+        assert x.to(x.dtype).contiguous() is x
+        picked = torch.zeros(BATCH, LENGTH, WIDTH)
+        picked[x > 0.5] = x[x > 0.5]
+        x = x + 0.1 * picked
         weights = torch.full_like(x, 0.5) + x.new_zeros(x.size(-1))
         self.noted.append((x.dtype, x.ndim, x.requires_grad, len(x), weights.sum().item()))
         return self.loss(x * mask + weights, targets)
@@ -538,6 +542,12 @@ def stale(model: Model, rank: int, words: Tensor) -> Tensor:
 def derivative(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.hidden(words)
     return torch.autograd.grad(x.sum(), [x])[0].sum()
+
+
+def other_memory(model: Model, rank: int, words: Tensor) -> Tensor:
+    weight = model.embedding.weight
+    weight.data = weight.data * 2
+    return model.hidden(words).sum()
 
 
 class _Inside(torch.autograd.Function):

@@ -20,6 +20,7 @@ from tests.unit.values.models import (
     on_stages,
     one_more_read,
     other_layers,
+    other_memory,
     other_numbers,
     other_operations,
     plainly,
@@ -112,6 +113,7 @@ def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..
         (into_what_others_see, "Write into a tensor of its own"),
         (stale, "operation that returns a new tensor"),
         (derivative, "inside of one layer"),
+        (other_memory, "write in place instead"),
         (layer_inside, "Make the module that contains both one layer"),
     ],
 )
