@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     MODULE_TABLES,
+    buffers_of,
     forward_hooks_of,
     hooks_with_kwargs_of,
+    parameters_of,
     set_forward_hooks,
     without_torch_function_of_subclasses,
 )
@@ -56,7 +58,7 @@ def kind_of(layer: nn.Module) -> Any:
 
 
 def _tensors(module: nn.Module, memo: dict[int, int]) -> Any:
-    own = (*module._parameters.items(), *module._buffers.items())
+    own = (*parameters_of(module).items(), *buffers_of(module).items())
     for name, tensor in own:
         if tensor is None:
             yield name, None

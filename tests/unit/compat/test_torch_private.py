@@ -502,3 +502,46 @@ def test_hooks_of_a_module_are_counted() -> None:
     module.register_full_backward_pre_hook(lambda *_: None)
     module.register_forward_pre_hook(lambda *_: None)
     assert compat.num_hooks(module) == 3
+
+
+def test_modes_are_taken_from_their_stacks_and_put_back() -> None:
+    with Functions() as functions, Operations() as operations:
+        assert compat.function_mode_stack()[-1] is functions
+        assert compat.dispatch_mode_stack()[-1] is operations
+        taken = compat.pop_function_mode()
+        compat.pop_dispatch_mode()
+        torch.ones(2).sin()
+        assert functions.names == []
+        assert operations.seen == []
+        compat.push_function_mode(taken)
+        compat.push_dispatch_mode(operations)
+        torch.ones(2).sin()
+    assert "sin" in functions.names
+    assert operations.seen
+
+
+def test_fake_tensors_are_left_inside_of_their_mode() -> None:
+    with compat.FakeTensorMode():
+        assert compat.is_without_memory(torch.ones(2))
+        with compat.real_tensors():
+            assert torch.ones(2).sum().item() == 2
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+def test_a_function_is_applied_whatever_stands_in_the_place_of_apply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.autograd.Function, "apply", None)
+    x = torch.ones(2, requires_grad=True)
+    compat.apply_function.__get__(None, _Tripled)(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
