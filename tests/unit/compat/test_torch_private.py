@@ -505,7 +505,8 @@ def test_hooks_of_a_module_are_counted() -> None:
 
 
 def test_modes_are_taken_from_their_stacks_and_put_back() -> None:
-    with Functions() as functions, Operations() as operations:
+    operations = Operations()
+    with Functions() as functions, operations:
         assert compat.function_mode_stack()[-1] is functions
         assert compat.dispatch_mode_stack()[-1] is operations
         taken = compat.pop_function_mode()
