@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from greenlet import getcurrent, greenlet
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -37,10 +38,17 @@ class SuspendableMicrobatch(Microbatch):
         step: the number of the step, for the random streams.
         turn: the microbatch's number in the run.
         body: runs the user's step.
+        outside: the state of the thread while no step runs.
     """
 
     def __init__(
-        self, core: Core, run_number: int, step: int, turn: int, body: Callable[[Any], Any]
+        self,
+        core: Core,
+        run_number: int,
+        step: int,
+        turn: int,
+        body: Callable[[Any], Any],
+        outside: ThreadState,
     ) -> None:
         super().__init__(core, run_number, step, turn)
         self.result: Any = None
@@ -49,7 +57,7 @@ class SuspendableMicrobatch(Microbatch):
         self.is_done = False
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for."""
-        self._engine = getcurrent()
+        self._engine, self._outside = getcurrent(), outside
         self._greenlet = greenlet(partial(self._step_through, body))
         self._stream = core.seed, step, turn
 
@@ -65,9 +73,11 @@ class SuspendableMicrobatch(Microbatch):
 
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message; other microbatches run meanwhile."""
-        if getcurrent() is self._greenlet and not self.is_in_backward and not self.mailbox.has(key):
+        can_wait = getcurrent() is self._greenlet and not self.is_in_backward
+        if can_wait and not torch.is_inference_mode_enabled() and not self.mailbox.has(key):
             self.waits_for = key, place
             state = ThreadState(self._core.device)
+            self._outside.restore()
             with run_by(None):
                 self._engine.switch()
             state.restore()
@@ -87,7 +97,7 @@ class Engine:
     def __init__(self, core: Core, overlaps: bool = False) -> None:
         self._core, self._overlaps = core, overlaps
         self.num_suspended = 0
-        """How often a forward was suspended while another action ran."""
+        """How often a step went on after it was suspended."""
 
     def run(
         self,
@@ -132,11 +142,13 @@ class Engine:
                     microbatch.root = result / len(batches)
                 return result
 
-            microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body)
+            microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
             everything.append(microbatch)
             advance(microbatch)
 
         with kept(core.device):
+            outside = ThreadState(core.device)
+            outside.restore()
             while todo or live:
                 ready = self._ready(live)
                 if ready is not None:
@@ -147,7 +159,12 @@ class Engine:
                 elif not self._run_backward(todo, live, done):
                     self._wait(todo, live, done)
         core.end(everything)
-        return [microbatch.result for microbatch in everything]
+        results = [microbatch.result for microbatch in everything]
+        for microbatch in everything:
+            # Autograd's nodes refer to it, and it must not refer to them: nobody would free them.
+            microbatch.result = microbatch.root = None
+            microbatch.release()
+        return results
 
     def _ready(self, live: dict[int, SuspendableMicrobatch]) -> SuspendableMicrobatch | None:
         """The first suspended microbatch that can go on. None may get ahead of an earlier one in
@@ -201,10 +218,16 @@ class Engine:
         live: dict[int, SuspendableMicrobatch],
         done: dict[int, SuspendableMicrobatch],
     ) -> None:
-        waits = [live[turn].waits_for for turn in sorted(live)]
+        waits = []
+        for turn in sorted(live):
+            wait = live[turn].waits_for
+            assert wait is not None
+            waits.append(wait)
+            if not self._overlaps or wait[0].kind is not Carries.READ:
+                # Nothing behind it may go on, so no message for that ends this wait.
+                break
         at = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
-        if at in done:
-            waits.append(done[at].first_gradient)
-        keys = [each[0] for each in waits if each is not None]
-        places = [each[1] for each in waits if each is not None]
-        self._core.mailbox.wait_for_any(keys, places[0])
+        first = done[at].first_gradient if at in done else None
+        if first is not None:
+            waits.append(first)
+        self._core.mailbox.wait_for_any([key for key, _ in waits], waits[0][1])

@@ -34,7 +34,10 @@ from lightning_pipeshift.model.user_state.random_streams import stream_seed
 
 
 class ThreadState:
-    """The state of this thread that a step may set, and that another one must not see.
+    """The state of this thread that a step may set, and that another one must not see. Making one
+    takes all hooks and modes from their stacks: some state has to be restored next.
+
+    Inference mode cannot be set aside, so no step is suspended in it.
 
     Args:
         device: the stage's device.
@@ -59,9 +62,11 @@ class ThreadState:
         self._dispatches = _popped(dispatch_mode_stack, pop_dispatch_mode)
 
     def restore(self) -> None:
-        """Sets the state again that was there when this object was made. What that took from the
-        stacks of hooks and modes is put back.
-        """
+        """Sets the state that was there when this object was made; may be called again."""
+        while top_saved_hooks() is not None:
+            pop_saved_hooks()
+        _popped(function_mode_stack, pop_function_mode)
+        _popped(dispatch_mode_stack, pop_dispatch_mode)
         for mode in reversed(self._dispatches):
             push_dispatch_mode(mode)
         for mode in reversed(self._functions):

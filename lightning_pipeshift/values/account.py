@@ -11,13 +11,15 @@ class Memory:
     """What tensors that share memory have in common. Views of a value have the same one.
 
     Attributes:
+        num_tensors: how many values share it.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
     """
 
-    __slots__ = ("num_writes", "writer")
+    __slots__ = ("num_tensors", "num_writes", "writer")
 
     def __init__(self) -> None:
+        self.num_tensors = 0
         self.num_writes = 0
         self.writer: int | None = None
 
@@ -42,10 +44,15 @@ class Account:
         last: the stage of the latest consumers: the end of the chain.
         link: here, the tensor that consumers use while ``last`` is this stage.
         memory: shared with the value's views.
+        has_left: whether consumers elsewhere have used it with its gradient: ``link`` may be
+            another tensor with the same memory then.
+        era: when it was computed, by the backwards of its step; ``None``: at no certain time.
     """
 
     __slots__ = (
         "_num_writes",
+        "era",
+        "has_left",
         "holders",
         "last",
         "link",
@@ -60,6 +67,8 @@ class Account:
     ) -> None:
         self.requires_grad = requires_grad
         self.memory = Memory() if memory is None else memory
+        self.memory.num_tensors += 1
+        self.era: tuple[int, int, int] | None = None
         self.begin(owner, tensor)
 
     def begin(self, owner: int, tensor: Tensor | None) -> None:
@@ -68,6 +77,7 @@ class Account:
         self.tensor = self.link = tensor
         self.holders = {owner}
         self.last = owner
+        self.has_left = False
         self._num_writes = self.memory.num_writes
 
     def refresh(self) -> None:

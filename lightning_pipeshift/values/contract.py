@@ -57,7 +57,6 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
-        draws: whether it draws random numbers.
     """
 
     specs: tuple[Spec, ...]
@@ -65,7 +64,6 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
-    draws: bool
 
     @property
     def needs_gradient(self) -> bool:
@@ -186,7 +184,6 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at]
             },
-            draws=watch.draws,
         )
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -220,7 +217,7 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
 
 
 class _Watch(OperationMode):
-    """Notes which stand-ins are used, and whether random numbers are drawn.
+    """Notes which stand-ins are used.
 
     Args:
         made_up: what stands for sizes and numbers that only values tell; ``None``: they are errors.
@@ -230,7 +227,6 @@ class _Watch(OperationMode):
     def __init__(self, made_up: int | None, fake_mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
-        self.draws = False
         self._made_up, self._fake_mode = made_up, fake_mode
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -238,7 +234,6 @@ class _Watch(OperationMode):
             self.used.update(
                 id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             )
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         size = self._made_up
         if size is None:
             return func(*args, **kwargs)

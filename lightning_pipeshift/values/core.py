@@ -104,6 +104,7 @@ class Core:
         placed = {*self.module.parameters(), *self.parameter_owners}
         classes = {tensor: type(tensor) for tensor in placed}
         before = torch.autograd.Function.apply
+        own = [layer.__dict__.get("forward") for layer in self.layers]
         for tensor in placed:
             tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         for layer in self.layers:
@@ -113,8 +114,10 @@ class Core:
             yield
         finally:
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
-            for layer in self.layers:
+            for layer, forward in zip(self.layers, own, strict=True):
                 del layer.__dict__["forward"]
+                if forward is not None:
+                    layer.__dict__["forward"] = forward
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 

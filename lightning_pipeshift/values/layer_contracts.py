@@ -92,6 +92,10 @@ def fake_copy(layer: nn.Module, fake_mode: Any) -> nn.Module:
     with without_torch_function_of_subclasses(), fake_mode:
         for tensor in (*layer.parameters(), *layer.buffers()):
             memo[id(tensor)] = _fake(tensor)
+        for module in layer.modules():
+            # Hooks may belong to the whole model.
+            hooks = [x for name, x in module.__dict__.items() if "_hooks" in name]
+            memo.update((id(x), type(x)()) for x in hooks if isinstance(x, dict))
         # The forward of a layer that is placed is in its attributes; a copy has its class's own.
         placed = layer.__dict__.pop("forward", None)
         try:

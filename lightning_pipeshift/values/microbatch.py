@@ -23,7 +23,14 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
-from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied
+from lightning_pipeshift.values.arguments import (
+    Arguments,
+    Outcome,
+    State,
+    applied,
+    copied,
+    same_numbers,
+)
 from lightning_pipeshift.values.contract import Contract, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
@@ -88,7 +95,13 @@ class Microbatch:
         self.digest = core.digest
         self._accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
+        self._num_backwards = 0
         self._new_token()
+
+    def release(self) -> None:
+        """Lets go of all tensors."""
+        self._new_token()
+        self._accounts.clear()
 
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self._core.device, requires_grad=True)
@@ -103,12 +116,12 @@ class Microbatch:
         digest = self.digest * 31 + zlib.crc32(label.encode())
         for x in args:
             if type(x) in (float, int):
-                digest += hash(x)
+                digest = digest * 31 + zlib.crc32(repr(x).encode())
         self.digest = digest & DIGEST_MASK
 
     def _key(self, source: int, kind: Kind) -> Key:
         self._serial += 1
-        return Key(source, self._run_number, self.turn, kind, self._serial)
+        return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
 
     def _place(self, label: str) -> Place:
         return Place(label, self.digest, user_line())
@@ -147,10 +160,25 @@ class Microbatch:
         if stage not in account.holders:
             self._send(account, tensor, stage, label)
         if with_gradient and account.requires_grad:
+            self._require_new(tensor, label)
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
         return account.tensor if self.stage == stage else None
+
+    def _require_new(self, tensor: Tensor, label: str) -> None:
+        """Raises LayerError for a value whose way back an earlier backward has used."""
+        if isinstance(tensor, Value) and tensor.account.era not in (None, self._era):
+            raise LayerError(
+                f"`{label}` ({user_line()}) needs the gradient of a value that was computed before"
+                " an earlier `backward`, or in an earlier step. With several stages a `backward`"
+                " uses up all ways back: compute the value again, `detach()` it, or call `backward`"
+                " once for the sum of the losses."
+            )
+
+    @property
+    def _era(self) -> tuple[int, int, int]:
+        return self._run_number, self.turn, self._num_backwards
 
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
         key = self._key(account.owner, Kind.VALUE)
@@ -166,6 +194,7 @@ class Microbatch:
     def _lead_chain(self, account: Account, stage: int, label: str) -> None:
         """Leads the chain of a value's consumers to another stage."""
         last, account.last = account.last, stage
+        account.has_left = True
         key = self._key(stage, Kind.GRADIENT)
         with without_torch_function_of_subclasses():
             if self.stage == last:
@@ -269,7 +298,7 @@ class Microbatch:
         hooked = tuple(name for name, module in inner if forward_hooks_of(module))
         state = core.state_of(number)
         given = [attribute.get(layer) for attribute in state], *args
-        arguments = Arguments((given, kwargs), _described)
+        arguments = Arguments((given, kwargs), _described, exact=True)
         parameters = core.parameters[number]
         flags = flags_of(core.modules[number], [parameter for _, parameter in parameters])
         key = (
@@ -322,6 +351,8 @@ class Microbatch:
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if isinstance(tensor, PLACED) and (contract is None or at in contract.used):
+                if contract is not None and at in contract.written:
+                    self._require_writable(call, at, with_gradient)
                 plain = self._at(tensor, stage, with_gradient, call.label)
                 if plain is not None:
                     here[at] = plain
@@ -371,6 +402,16 @@ class Microbatch:
         expected = call.contract.specs
         with without_torch_function_of_subclasses():
             found = [spec_of(tensor) for tensor in after.new]
+        same = same_numbers(after.result, call.contract.result) and all(
+            at < len(after.states) and same_numbers(after.states[at], state)
+            for at, state in call.contract.changes.items()
+        )
+        if not same:
+            raise LayerError(
+                f"`{call.label}` returned, or kept, a Python number or text that its run without"
+                " values did not. Numbers that depend on the values of tensors, or on what no"
+                " argument tells, have to be tensors."
+            )
         if len(found) != len(expected) or any(
             one[0] != other[0] or one[2:4] != other[2:4]
             for one, other in zip(found, expected, strict=True)
@@ -417,6 +458,7 @@ class Microbatch:
                     memory = self.account_of(shared).memory
             memories.append(memory)
             account = Account(call.stage, spec.requires_grad, tensor, memory)
+            account.era = self._era
             if tensor is not None:
                 with without_torch_function_of_subclasses():
                     spec = spec._replace(stride=tensor.stride())
@@ -473,6 +515,30 @@ class Microbatch:
                 self.mailbox.send(other, key, self._place(label), data)
         return told
 
+    def _require_writable(self, call: _Call, at: int, with_gradient: bool) -> None:
+        """Raises LayerError if a write would reach a copy only: of a tensor with views, or with a
+        history that stays elsewhere.
+        """
+        assert call.contract is not None
+        account = self.account_of(call.arguments.tensors[at])
+        others = [
+            self.account_of(call.arguments.tensors[other])
+            for other in call.contract.used - {at}
+            if isinstance(call.arguments.tensors[other], PLACED)
+        ]
+        is_away = account.owner != call.stage
+        has_views = account.memory.num_tensors > 1
+        if (
+            (is_away and any(other.memory is account.memory for other in others))
+            or (is_away and account.requires_grad and not with_gradient)
+            or (not is_away and has_views and account.has_left)
+        ):
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes in place to a value that other tensors"
+                " share, or whose gradient another stage computes. Use an operation that returns a"
+                " new tensor (`x = x * 2` in place of `x.mul_(2)`)."
+            )
+
     def _require_own(self, tensor: Tensor, label: str) -> None:
         """Raises LayerError if a common tensor cannot become a value of one stage: others that
         share its memory would not.
@@ -510,35 +576,37 @@ class Microbatch:
         """Runs this stage's part of the backward. Every rank calls this; arguments as those of
         ``Tensor.backward``.
         """
-        if create_graph or inputs is not None or isinstance(gradient, Value):
+        if create_graph or retain_graph or inputs is not None or isinstance(gradient, Value):
             raise LayerError(
-                "`backward` with `create_graph`, `inputs` or a gradient that one stage owns is not"
-                " supported across layers. Compute second derivatives inside of one layer."
+                "`backward` with `create_graph`, `retain_graph`, `inputs` or a gradient that one"
+                " stage owns is not supported across layers. Call `backward` once for the sum of"
+                " the losses; compute second derivatives inside of one layer."
             )
         self._note("backward", ())
-        account = self.account_of(loss)
-        account.refresh()
+        self._require_new(loss, "backward")
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         if self._has_ends:
             roots, gradients = [self._token], [torch.zeros_like(self._token)]
-        if account.last == self.stage:
-            assert account.link is not None
-            roots.append(account.link)
+        link: Tensor | None = loss
+        if isinstance(loss, PLACED):
+            account = self.account_of(loss)
+            account.refresh()
+            link = account.link if account.last == self.stage else None
+        if link is not None:
+            roots.append(link)
             gradients.append(gradient)
         if roots:
             self.is_in_backward = True
             try:
                 with run_by(None), without_torch_function_of_subclasses():
-                    torch.autograd.backward(roots, gradients, retain_graph=bool(retain_graph))
+                    torch.autograd.backward(roots, gradients)
             finally:
                 self.is_in_backward = False
-        if not retain_graph:
-            self._new_token()
-            for account in self._accounts.values():
-                account.begin(
-                    account.owner, account.tensor if account.owner == self.stage else None
-                )
+        self._num_backwards += 1
+        self._new_token()
+        for account in self._accounts.values():
+            account.begin(account.owner, account.tensor if account.owner == self.stage else None)
 
 
 def _described(tensor: Tensor) -> Any:

@@ -56,8 +56,8 @@ def running() -> Program | None:
 
 
 class run_by:
-    """Context in which operations on values are run by a microbatch, or, with ``None``, by nobody:
-    tensors are plain there.
+    """Context in which a microbatch runs the operations on values; with ``None`` no microbatch is
+    running, and tensors are plain.
     """
 
     __slots__ = ("_before", "_program")
@@ -71,6 +71,12 @@ class run_by:
 
     def __exit__(self, *_: object) -> None:
         _running[0] = self._before
+
+
+_NO_STEP = (
+    "inside of a layer that did not get it as an argument, in another thread, or after the step."
+    " Pass it to the layer as an argument, or keep `value.item()`."
+)
 
 
 class Value(Tensor):
@@ -108,9 +114,7 @@ class Value(Tensor):
         program = _running[0]
         if program is None:
             raise LayerError(
-                f"`{name_of(func)}` needs a value of a step where no step runs: inside of a layer"
-                " that did not get it as an argument, in another thread, or after the step. Pass it"
-                " to the layer as an argument, or keep `value.item()`."
+                f"`{name_of(func)}` needs a value of a step where no step runs: {_NO_STEP}"
             )
         return program.operation(func, args, kwargs or {})
 
@@ -119,8 +123,8 @@ class Value(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise LayerError(
-            f"`{func}` reached a value of another stage in a way that PipeShift cannot follow: from"
-            " compiled code or an extension in C++. Call it inside of a layer."
+            f"`{func}` needs a value of a step where PipeShift does not see it: {_NO_STEP} Or"
+            " compiled code, or an extension in C++, uses it: call that inside of a layer."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

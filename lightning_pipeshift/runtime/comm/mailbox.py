@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 _FRAME_BYTES = 1024
 _MOST_DIMS = 12
-_HEAD = struct.Struct(f"<2q3bqQq64s96s{_MOST_DIMS}q")
+_HEAD = struct.Struct(f"<2q3b2qQq64s96s{_MOST_DIMS}q")
 _ROOM_BYTES = _FRAME_BYTES - _HEAD.size
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
@@ -42,8 +42,8 @@ _TELLS_EVERY_SECONDS = 1.0
 
 
 _ADVICE = (
-    "In a step every rank has to run the same operations and layers, with the same numbers; only"
-    " what is printed and written (`if trainer.is_global_zero: print(...)`) may depend on the rank."
+    "In a step every rank has to run the same operations and layers, with the same numbers, and"
+    " read the same values: read (`loss.item()`) on every rank, and print on one."
 )
 
 
@@ -71,6 +71,7 @@ class Key(NamedTuple):
         step: the number of the run of a schedule.
         turn: of the microbatch in it.
         kind: what it carries.
+        part: how many backwards of the microbatch were over when its operation ran.
         serial: its number in the microbatch's program.
     """
 
@@ -78,6 +79,7 @@ class Key(NamedTuple):
     step: int
     turn: int
     kind: Kind
+    part: int
     serial: int
 
 
@@ -188,7 +190,7 @@ class Mailbox:
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
-        self._latest: dict[tuple[int, int, int, bool], int] = {}
+        self._latest: dict[tuple[int, ...], int] = {}
         self._error: BaseException | None = None
         self._ended: set[int] = set()
         self._num_waits = 0
@@ -232,11 +234,12 @@ class Mailbox:
             key.kind,
             form,
             _CONTIGUOUS if strides is None else len(strides),
+            key.part,
             key.serial,
             place.digest,
             data.numel(),
-            place.label.encode()[-64:],
-            place.line.encode()[-96:],
+            _cut(place.label, 64),
+            _cut(place.line, 96),
             *((strides or ()) + (0,) * _MOST_DIMS)[:_MOST_DIMS],
         )
         if form is _Form.IN_FRAME:
@@ -274,7 +277,7 @@ class Mailbox:
     def _receive(self, source: int) -> bool:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._complete(frame, source, _FRAME_TAG)
-        step, turn, kind, form, num_dims, serial, digest, num_bytes, label, line, *strides = (
+        step, turn, kind, form, num_dims, part, serial, digest, num_bytes, label, line, *strides = (
             _HEAD.unpack(frame[: _HEAD.size].numpy().tobytes())
         )
         data = None
@@ -283,9 +286,9 @@ class Mailbox:
         elif form == _Form.BEHIND:
             data = torch.empty(num_bytes, dtype=torch.uint8)
             self._complete(data, source, _PAYLOAD_TAG)
-        place = Place(label.rstrip(b"\0").decode(), digest, line.rstrip(b"\0").decode())
+        place = Place(_text(label), digest, _text(line))
         kept = None if num_dims == _CONTIGUOUS else tuple(strides[:num_dims])
-        key = Key(source, step, turn, Kind(kind), serial)
+        key = Key(source, step, turn, Kind(kind), part, serial)
         with self._arrived:
             if key.kind is Kind.WAIT:
                 assert data is not None
@@ -342,7 +345,7 @@ class Mailbox:
                 raise self._wait_for_each_other(stuck)
             for to in range(self.num_stages):
                 if to != self.stage:
-                    key = Key(self.stage, 0, 0, Kind.WAIT, 0)
+                    key = Key(self.stage, 0, 0, Kind.WAIT, 0, 0)
                     self.send(to, key, place, pickle.dumps(mine))
 
     def take(self, key: Key, place: Place) -> Message:
@@ -361,7 +364,7 @@ class Mailbox:
             if self._error is not None:
                 raise self._error
             raise self._differs(key, place, None)
-        if message.place.label != place.label[-64:] or message.place.digest != place.digest:
+        if message.place[:2] != (_text(_cut(place.label, 64)), place.digest):
             raise self._differs(key, place, message.place)
         return message
 
@@ -374,7 +377,7 @@ class Mailbox:
             ]
             other = sent[0] if sent else None
         theirs = "went on without it"
-        if other is not None and other.label == place.label[-64:]:
+        if other is not None and other.label == _text(_cut(place.label, 64)):
             theirs = f"came to `{other.label}` ({other.line}) with other operations or numbers"
         elif other is not None:
             theirs = f"is at `{other.label}` ({other.line})"
@@ -405,7 +408,7 @@ class Mailbox:
         """
         self.flush()
         with self._arrived:
-            left = [(key, found) for key, found in self._messages.items() if key.step == step]
+            left = [(key, found) for key, found in self._messages.items() if key.step <= step]
             self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
         for key, found in left:
             place = Place("the end of its step", 0, "")
@@ -416,14 +419,24 @@ class Mailbox:
         self.flush()
         for to in range(self.num_stages):
             if to != self.stage:
-                self.send(to, Key(self.stage, 0, 0, Kind.END, 0), Place("", 0, ""), None)
+                self.send(to, Key(self.stage, 0, 0, Kind.END, 0, 0), Place("", 0, ""), None)
         self.flush()
         for thread in self._threads:
             thread.join()
 
 
-def _direction(key: Key) -> tuple[int, int, int, bool]:
-    return key.source, key.step, key.turn, key.kind is Kind.GRADIENT
+def _direction(key: Key) -> tuple[int, ...]:
+    is_gradient = key.kind is Kind.GRADIENT
+    return key.source, key.step, key.turn, is_gradient, key.part if is_gradient else 0
+
+
+def _cut(text: str, num_bytes: int) -> bytes:
+    """The end of a text that fits into so many bytes."""
+    return text.encode()[-num_bytes:].decode(errors="ignore").encode()
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode()
 
 
 def _stuck(waits: dict[int, _Wait], stage: int) -> dict[int, _Wait]:

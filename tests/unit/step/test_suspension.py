@@ -113,6 +113,18 @@ def test_steps_that_take_turns_see_what_they_see_alone() -> None:
     assert outside[:3] == before[:3]
 
 
+def test_modes_around_a_run_are_there_once_behind_it() -> None:
+    with Functions() as functions:
+        with kept(CPU):
+            ThreadState(CPU).restore()
+        before = functions.count
+        torch.ones(2).sin()
+        once = functions.count - before
+    torch.ones(2).sin()
+    assert functions.count == before + once
+    assert once == 2
+
+
 def test_without_the_state_a_step_would_see_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadState, "__init__", lambda *_: None)
     monkeypatch.setattr(ThreadState, "restore", lambda _: None)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.step.engine import Engine
@@ -45,6 +46,8 @@ class Model(nn.Module):
     """A small language model. Subclasses have other steps."""
 
     dropout = 0.0
+    by_hand = False
+    """Whether the step calls ``backward`` itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,12 +243,13 @@ class Keeping(nn.Module):
         self.register_buffer("seen", torch.zeros(WIDTH))
         self.penalty: Tensor | None = None
         self.history: list[Tensor] = []
-        self.num_calls = 0
+        self.num_calls, self.rate = 0, 0.1
 
     def forward(self, x: Tensor) -> Tensor:
         """Uses what the call before has kept."""
-        x = self.norm(self.block(x)) + 0.1 * self.seen
+        x = self.norm(self.block(x)) + self.rate * self.seen
         self.num_calls += 1
+        self.rate += 0.1
         self.penalty = x.pow(2).mean() * self.num_calls
         self.history.append(x.detach().mean(0))
         self.seen = 0.5 * self.seen + self.history[-1].mean(0)
@@ -269,6 +273,29 @@ class Keeps(Model):
             loss = loss + 0.01 * block.penalty + 0.01 * block.norm.running_mean.sum()
             self.noted.append((block.num_calls, len(block.history), block.seen.sum().item()))
         return loss
+
+
+class Casts(Model):
+    """A part of the step computes in half precision: a stage waits in it while others go on."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.hidden(words)
+        return self.loss(x.float(), targets) + 0.0 * torch.full_like(x, float("nan")).isnan().sum()
+
+
+class ByHand(Model):
+    """The step calls ``backward`` itself, several times, for values that are computed anew."""
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        for factor in (0.5, 0.25):
+            loss = self.loss(self.hidden(words), targets)
+            (factor * loss / MICROBATCHES).backward()
+        return loss.detach()
 
 
 class Hooks(Model):
@@ -384,6 +411,8 @@ MODELS: dict[str, type[Model]] = {
         InPlace,
         Objects,
         Keeps,
+        Casts,
+        ByHand,
         Hooks,
         Frozen,
         Functions,
@@ -413,7 +442,8 @@ def plainly(name: str) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     for batches in steps:
         for number, batch in enumerate(batches):
             loss = model.step(batch, number)
-            (loss / len(batches)).backward()
+            if not model.by_hand:
+                (loss / len(batches)).backward()
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
@@ -470,6 +500,8 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
     core = core_of(model, mailbox)
     engine = Engine(core, overlaps)
     row = schedule_named(schedule)(mailbox.num_stages, MICROBATCHES)[mailbox.stage]
+    if model.by_hand:
+        row = tuple(action for action in row if action.kind is Kind.FORWARD)
     losses: list[float | None] = []
     optimizer: torch.optim.Optimizer | None = None
     with core.placed():
@@ -550,6 +582,35 @@ def other_memory(model: Model, rank: int, words: Tensor) -> Tensor:
     return model.hidden(words).sum()
 
 
+def second_backward(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.hidden(words)
+    model.blocks[3](x.detach()).sum().backward()
+    return model.blocks[3](x).sum()
+
+
+def copied_view(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.embedding(words) * 1.0
+    view = x[:, 0]
+    moved = model.head(x)  # type: ignore[misc]
+    loss = moved.sum() + model.embedding(words).sum() + (x * 2).sum()
+    x.mul_(2.0)
+    return loss + view.sum()
+
+
+class Reading(nn.Module):
+    """A layer that returns a number which depends on values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        """``x``, and a text."""
+        return x * 1.0, "large" if float(x.detach().abs().max()) > 1e-6 else "small"
+
+
+def number_of_values(model: Model, rank: int, words: Tensor) -> Tensor:
+    x, size = model.reading(model.embedding(words) * 0.0)  # type: ignore[operator]
+    assert isinstance(size, str)
+    return x.sum()
+
+
 class _Inside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -570,10 +631,10 @@ class Wrong(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = Extra()
+        self.extra, self.reading = Extra(), Reading()
 
     def layers(self) -> list[nn.Module]:
-        return [*super().layers(), self.extra]
+        return [*super().layers(), self.extra, self.reading]
 
 
 def refused(step: Any) -> None:

@@ -13,10 +13,12 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.values.models import (
     MODELS,
     Trained,
+    copied_view,
     derivative,
     into_a_view,
     into_what_others_see,
     layer_inside,
+    number_of_values,
     on_stages,
     one_more_read,
     other_layers,
@@ -25,6 +27,7 @@ from tests.unit.values.models import (
     other_operations,
     plainly,
     refused,
+    second_backward,
     stale,
 )
 
@@ -114,6 +117,9 @@ def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..
         (stale, "operation that returns a new tensor"),
         (derivative, "inside of one layer"),
         (other_memory, "write in place instead"),
+        (second_backward, "once for the sum of the losses"),
+        (copied_view, "returns a new tensor"),
+        (number_of_values, "have to be tensors"),
         (layer_inside, "Make the module that contains both one layer"),
     ],
 )
