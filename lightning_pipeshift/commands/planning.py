@@ -212,11 +212,26 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="JSON", default="plan.json", help="the file for the plan (plan.json)"
     )
     parser.add_argument(
-        "--virtual-machines", type=_number_or_auto, default="auto", metavar="N|auto"
+        "--virtual-machines",
+        type=_number_or_auto,
+        default="auto",
+        metavar="N|auto",
+        help="how many virtual machines (replicas of the pipeline) share the devices",
     )
-    parser.add_argument("--microbatches", type=_number_or_auto, default="auto", metavar="N|auto")
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
+    parser.add_argument(
+        "--microbatches",
+        type=_number_or_auto,
+        default="auto",
+        metavar="N|auto",
+        help="into how many parts each virtual machine's batch is cut",
+    )
+    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, eager_1f1b, async, ...")
+    parser.add_argument(
+        "--recompute",
+        choices=("auto", "full", "none"),
+        default="auto",
+        help="which layers drop their saved tensors and run again in the backward",
+    )
     parser.add_argument(
         "--batch-size",
         type=_number,
