@@ -13,7 +13,7 @@ change nothing there that the part before the read of a later microbatch sees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class SuspendableMicrobatch(Microbatch):
         super().__init__(core, run_number, step, turn)
         self.result: Any = None
         self.root: Any = None
-        """What the backward begins with; ``None`` to skip it."""
+        """The loss, divided by the number of microbatches; ``None`` to skip the backward."""
         self.is_done = False
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for."""
@@ -161,32 +161,35 @@ class Engine:
         core.end(everything)
         results = [microbatch.result for microbatch in everything]
         for microbatch in everything:
-            # Autograd's nodes refer to it, and it must not refer to them: nobody would free them.
+            # Nodes of autograd hold the microbatch. If it held tensors of theirs, too, this cycle
+            # would never be freed.
             microbatch.result = microbatch.root = None
             microbatch.release()
         return results
 
-    def _ready(self, live: dict[int, SuspendableMicrobatch]) -> SuspendableMicrobatch | None:
-        """The first suspended microbatch that can go on. None may get ahead of an earlier one in
-        the program, since values of this stage are common to them: the parameters' chains, say.
+    def _may_pass(self, suspended: SuspendableMicrobatch) -> bool:
+        """Whether a later microbatch may go on while this one waits."""
+        wait = suspended.waits_for
+        return self._overlaps and wait is not None and wait[0].kind is Carries.READ
+
+    def _waits(self, live: dict[int, SuspendableMicrobatch]) -> Iterator[tuple[int, Key, Place]]:
+        """The suspended microbatches that may go on, by their turns, and what they wait for: up to
+        the first that no later one may pass.
         """
         for turn in sorted(live):
-            microbatch = live[turn]
-            assert microbatch.waits_for is not None
-            if self._core.mailbox.has(microbatch.waits_for[0]):
-                return microbatch
-            if not self._overlaps or microbatch.waits_for[0].kind is not Carries.READ:
-                return None
-        return None
+            wait = live[turn].waits_for
+            assert wait is not None
+            yield turn, *wait
+            if not self._may_pass(live[turn]):
+                return
+
+    def _ready(self, live: dict[int, SuspendableMicrobatch]) -> SuspendableMicrobatch | None:
+        """The first suspended microbatch whose message is there."""
+        mailbox = self._core.mailbox
+        return next((live[turn] for turn, key, _ in self._waits(live) if mailbox.has(key)), None)
 
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
-        return not live or (
-            self._overlaps
-            and all(
-                each.waits_for is not None and each.waits_for[0].kind is Carries.READ
-                for each in live.values()
-            )
-        )
+        return all(map(self._may_pass, live.values()))
 
     def _run_backward(
         self,
@@ -198,9 +201,9 @@ class Engine:
         is there or nothing else can run; returns whether it did.
         """
         at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
-        if at is None or todo[at].microbatch not in done:
+        microbatch = None if at is None else done.get(todo[at].microbatch)
+        if at is None or microbatch is None:
             return False
-        microbatch = done[todo[at].microbatch]
         first = microbatch.first_gradient
         if first is not None and not self._core.mailbox.has(first[0]) and (live or at):
             return False
@@ -218,16 +221,9 @@ class Engine:
         live: dict[int, SuspendableMicrobatch],
         done: dict[int, SuspendableMicrobatch],
     ) -> None:
-        waits = []
-        for turn in sorted(live):
-            wait = live[turn].waits_for
-            assert wait is not None
-            waits.append(wait)
-            if not self._overlaps or wait[0].kind is not Carries.READ:
-                # Nothing behind it may go on, so no message for that ends this wait.
-                break
-        at = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
-        first = done[at].first_gradient if at in done else None
+        waits = [(key, place) for _, key, place in self._waits(live)]
+        oldest = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
+        first = done[oldest].first_gradient if oldest in done else None
         if first is not None:
             waits.append(first)
         self._core.mailbox.wait_for_any([key for key, _ in waits], waits[0][1])

@@ -1,4 +1,4 @@
-"""What a step of Python code has set in its thread, so that it can be suspended.
+"""Saves and restores what a step has set in its thread, so that the step can be suspended.
 
 A microbatch's step that waits is suspended (it is a greenlet: its Python stack is kept aside), and
 another one runs in the same thread. In that thread are the state of random generators, of autograd

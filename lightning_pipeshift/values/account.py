@@ -8,7 +8,7 @@ from lightning_pipeshift.errors import LayerError
 
 
 class Memory:
-    """What tensors that share memory have in common. Views of a value have the same one.
+    """The memory that a value shares with its views.
 
     Attributes:
         num_tensors: how many values share it.
@@ -30,7 +30,8 @@ class Memory:
 
 
 class Account:
-    """What every stage knows of a value, and the tensor itself where it is.
+    """Where a value is, and how its gradient travels: the same on every stage. On the stages that
+    have the value, also the tensor.
 
     The consumers of a value at other stages form a chain, in program order. Each link of the chain
     is one stage's run of consumers; in the backward, a link's gradient goes to the link before it,
@@ -72,7 +73,7 @@ class Account:
         self.begin(owner, tensor)
 
     def begin(self, owner: int, tensor: Tensor | None) -> None:
-        """Begins anew with a tensor that only its owner has, as it is after a write."""
+        """Resets the account to a tensor that only its owner has, as after a write."""
         self.owner = owner
         self.tensor = self.link = tensor
         self.holders = {owner}

@@ -97,14 +97,9 @@ class _Rooted(torch.autograd.Function):
 
 
 class ContractFinder:
-    """Runs calls on fake tensors.
+    """Runs calls on fake tensors."""
 
-    Args:
-        device: this stage's device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_runs = 0
         """How many calls were run on fake tensors so far."""
@@ -156,7 +151,7 @@ class ContractFinder:
             nodes = [memo[id(node)] for node in arguments.nodes]
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
-            watch = _Watch(made_up, self.fake_mode)
+            watch = _Watch(made_up)
             marked = self._marks()
             try:
                 with watch:
@@ -221,13 +216,12 @@ class _Watch(OperationMode):
 
     Args:
         made_up: what stands for sizes and numbers that only values tell; ``None``: they are errors.
-        fake_mode: in force around this mode.
     """
 
-    def __init__(self, made_up: int | None, fake_mode: Any) -> None:
+    def __init__(self, made_up: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
-        self._made_up, self._fake_mode = made_up, fake_mode
+        self._made_up = made_up
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func not in OF_SHAPE:

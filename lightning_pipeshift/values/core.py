@@ -47,7 +47,7 @@ class Core:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.streams = RandomStreams(device)
-        self.finder = ContractFinder(device)
+        self.finder = ContractFinder()
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
@@ -57,11 +57,7 @@ class Core:
         self._fakes: dict[Any, nn.Module] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
-        self.modules = [list(layer.modules()) for layer in self.layers]
-        self.inner = [
-            [(name, module) for name, module in layer.named_modules() if name]
-            for layer in self.layers
-        ]
+        self.modules = [list(layer.named_modules()) for layer in self.layers]
         # The attributes that layers of a kind change, in the order in which they were found.
         self._states: dict[Any, list[Attribute]] = {}
         self.parameter_owners: dict[Tensor, int] = {}

@@ -17,6 +17,11 @@ def _getters(names: str) -> Iterable[Any]:
     return (attribute.__get__ for attribute in _methods(names))
 
 
+def _overloads(names: str) -> Iterable[Any]:
+    packets = (getattr(torch.ops.aten, name) for name in names.split())
+    return (getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
 QUESTIONS: frozenset[Any] = frozenset(
     {
         *_getters(
@@ -63,21 +68,9 @@ READS: frozenset[Any] = frozenset(
 """Functions that read values into Python."""
 
 OF_SHAPE: frozenset[Any] = frozenset(
-    overload
-    for packet in (
-        torch.ops.aten.zeros_like,
-        torch.ops.aten.ones_like,
-        torch.ops.aten.empty_like,
-        torch.ops.aten.full_like,
-        torch.ops.aten.rand_like,
-        torch.ops.aten.randn_like,
-        torch.ops.aten.randint_like,
-        torch.ops.aten.new_zeros,
-        torch.ops.aten.new_ones,
-        torch.ops.aten.new_empty,
-        torch.ops.aten.new_full,
-        torch.ops.aten.new_empty_strided,
+    _overloads(
+        "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
+        " new_zeros new_ones new_empty new_full new_empty_strided"
     )
-    for overload in (getattr(packet, name) for name in packet.overloads())
 )
 """Operations that use only the shape and the type of their argument."""

@@ -25,7 +25,6 @@ from lightning_pipeshift.errors import LayerError
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
-
 _NO_SETTINGS = MODULE_TABLES | {"forward", "training"}
 
 
@@ -52,7 +51,7 @@ def kind_of(layer: nn.Module) -> Any:
     """
     memo: dict[int, int] = {}
     return tuple(
-        (name, type(module), _settings(module, memo), tuple(_tensors(module, memo)))
+        (name, type(module), _settings(module), tuple(_tensors(module, memo)))
         for name, module in layer.named_modules(remove_duplicate=False)
     )
 
@@ -67,7 +66,7 @@ def _tensors(module: nn.Module, memo: dict[int, int]) -> Any:
             yield name, at, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _settings(module: nn.Module, memo: dict[int, int]) -> Any:
+def _settings(module: nn.Module) -> Any:
     """A module's attributes: plain ones by their values, others by their identity."""
     return tuple(
         (name, _setting(x))

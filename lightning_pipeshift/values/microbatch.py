@@ -107,7 +107,7 @@ class Microbatch:
         self._token = torch.zeros((), device=self._core.device, requires_grad=True)
         self._has_ends = False
         self.first_gradient: tuple[Key, Place] | None = None
-        """The message that this stage's backward begins with; ``None`` if it begins with work."""
+        """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
 
     # --- the program ---
 
@@ -196,17 +196,19 @@ class Microbatch:
         last, account.last = account.last, stage
         account.has_left = True
         key = self._key(stage, Kind.GRADIENT)
+        if self.stage not in (last, stage):
+            return
+        way = Way(self, key, self._place(label), last)
+        self._has_ends = True
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
-                way = Way(self, key, self._place(label), last)
                 self._token = gradient_from_later(self._token, account.link, way)
-                self._has_ends, self.first_gradient = True, (key, way.place)
-            elif self.stage == stage:
+                self.first_gradient = key, way.place
+            else:
                 assert account.tensor is not None
-                way = Way(self, key, self._place(label), last)
                 self._token, account.link = gradient_to_earlier(self._token, account.tensor, way)
-                self._has_ends, self.first_gradient = True, None
+                self.first_gradient = None
 
     # --- operations between layers ---
 
@@ -294,13 +296,15 @@ class Microbatch:
         core = self._core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
-        inner = core.inner[number]
-        hooked = tuple(name for name, module in inner if forward_hooks_of(module))
+        modules = core.modules[number]
+        hooked = tuple(name for name, module in modules if name and forward_hooks_of(module))
         state = core.state_of(number)
         given = [attribute.get(layer) for attribute in state], *args
         arguments = Arguments((given, kwargs), _described, exact=True)
         parameters = core.parameters[number]
-        flags = flags_of(core.modules[number], [parameter for _, parameter in parameters])
+        flags = flags_of(
+            [module for _, module in modules], [parameter for _, parameter in parameters]
+        )
         key = (
             core.kinds[number],
             flags,
@@ -610,16 +614,8 @@ class Microbatch:
 
 
 def _described(tensor: Tensor) -> Any:
-    """What of a tensor a call's result may depend on."""
-    if isinstance(tensor, Value):
-        return True, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-    return (
-        isinstance(tensor, StepParameter),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        (tensor.requires_grad),
-    )
+    """What of a tensor the shapes of a call's results may depend on."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:

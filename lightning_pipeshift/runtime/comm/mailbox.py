@@ -48,7 +48,7 @@ _ADVICE = (
 
 
 class Kind(enum.IntEnum):
-    """What a message carries."""
+    """The kind of a message, by its content."""
 
     VALUE = 0
     READ = 1
@@ -98,7 +98,7 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What came.
+    """A message that was received.
 
     Args:
         data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
@@ -147,7 +147,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 class _Wait(NamedTuple):
-    """What a stage waits for.
+    """A stage's wait, as it tells it to the other stages.
 
     Args:
         number: of the wait; the same while it lasts.

@@ -55,8 +55,8 @@ class PredictionCheck:
 
 
 def difference(plan: Plan, took: float, measured: Measured | None) -> str:
-    """What to say if steps take other than a plan predicted, with the largest cause; empty if they
-    take about as long, or nothing was predicted.
+    """Returns a message if steps take longer or shorter than the plan predicted, with the largest
+    cause; an empty one if they take about as long, or if nothing was predicted.
 
     Args:
         plan: with its prediction, if it has one.
