@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ class Core:
         mailbox: connects the stages.
         device: where this stage computes.
         seed: of the random streams.
+        holders: tells which stages have a parameter's bytes, besides the one that owns it.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Core:
         mailbox: Mailbox,
         device: torch.device,
         seed: int = 0,
+        holders: Callable[[Tensor], Iterable[int]] = lambda _: (),
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.streams = RandomStreams(device)
-        self.finder = ContractFinder()
+        self.finder = ContractFinder(device)
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
@@ -66,6 +68,9 @@ class Core:
         for at, named in enumerate(self.parameters):
             for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
                 self.parameter_owners.setdefault(tensor, owners(at, 0))
+        self.holders = holders
+        self.written: set[Tensor] = set()
+        """The parameters that steps have written to: only their owners have the new bytes."""
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
@@ -76,7 +81,9 @@ class Core:
         """A fake copy of a layer, or of one of its kind."""
         kind = self.kinds[number]
         if kind not in self._fakes:
-            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
+            self._fakes[kind] = fake_copy(
+                self.layers[number], self.finder.fake_mode, self.device
+            )
         fake = self._fakes[kind]
         copy_flags(self.layers[number], fake)
         return fake

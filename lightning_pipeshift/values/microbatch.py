@@ -139,9 +139,17 @@ class Microbatch:
         account = self._accounts.get(tensor)
         if account is None:
             owner = self._core.parameter_owners[tensor]
-            held = tensor if owner == self.stage else None
-            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, held)
+            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            self._begin_parameter(tensor, account)
         return account
+
+    def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
+        """Resets the account of a parameter or buffer to the stages that hold it."""
+        holders = {account.owner}
+        if tensor not in self._core.written:
+            holders.update(self._core.holders(tensor))
+        account.begin(account.owner, tensor if self.stage in holders else None)
+        account.holders = holders
 
     def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
         """Brings a value to a stage.
@@ -476,6 +484,8 @@ class Microbatch:
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             account.begin(call.stage, kept)
+            if target in self._accounts:
+                self._core.written.add(target)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -609,8 +619,8 @@ class Microbatch:
                 self.is_in_backward = False
         self._num_backwards += 1
         self._new_token()
-        for account in self._accounts.values():
-            account.begin(account.owner, account.tensor if account.owner == self.stage else None)
+        for tensor, account in self._accounts.items():
+            self._begin_parameter(tensor, account)
 
 
 def _described(tensor: Tensor) -> Any:
