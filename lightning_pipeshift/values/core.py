@@ -71,6 +71,9 @@ class Core:
         self.holders = holders
         self.written: set[Tensor] = set()
         """The parameters that steps have written to: only their owners have the new bytes."""
+        self.parameter_numbers = {
+            tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
+        }
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
@@ -81,9 +84,7 @@ class Core:
         """A fake copy of a layer, or of one of its kind."""
         kind = self.kinds[number]
         if kind not in self._fakes:
-            self._fakes[kind] = fake_copy(
-                self.layers[number], self.finder.fake_mode, self.device
-            )
+            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode, self.device)
         fake = self._fakes[kind]
         copy_flags(self.layers[number], fake)
         return fake
@@ -126,7 +127,9 @@ class Core:
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
+        self.mailbox.pass_phase(2 * self.num_steps + 1)
         self.num_steps += 1
+        self.mailbox.forget(self.num_steps)
 
     def end(self, microbatches: Sequence[Microbatch]) -> None:
         """Ends a run; its microbatches are in their order.
@@ -136,6 +139,7 @@ class Core:
         """
         for microbatch in microbatches:
             self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
+        self.mailbox.pass_phase(2 * self.num_steps)
         self.mailbox.finish(self.num_steps)
 
     def held(self) -> dict[str, Tensor]:
