@@ -77,6 +77,7 @@ class Core:
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
+        self._sees_parameters = False
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -102,26 +103,36 @@ class Core:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Context in which the layers run at their owners, inside of steps. Outside of it the
-        module is as it was.
-        """
-        placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
-        before = torch.autograd.Function.apply
+        """Context in which layers run at their owners. Outside of it the module is as it was."""
         own = [layer.__dict__.get("forward") for layer in self.layers]
-        for tensor in placed:
-            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         for layer in self.layers:
             layer.__dict__["forward"] = _PlacedForward(self, layer)
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for layer, forward in zip(self.layers, own, strict=True):
                 del layer.__dict__["forward"]
                 if forward is not None:
                     layer.__dict__["forward"] = forward
+
+    @contextmanager
+    def seeing_parameters(self) -> Iterator[None]:
+        """Context of code that may use parameters as values: in it these have another class."""
+        if self._sees_parameters:
+            yield
+            return
+        placed = {*self.module.parameters(), *self.parameter_owners}
+        classes = {tensor: type(tensor) for tensor in placed}
+        before = torch.autograd.Function.apply
+        for tensor in placed:
+            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        self._sees_parameters = True
+        try:
+            yield
+        finally:
+            self._sees_parameters = False
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
@@ -172,7 +183,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
-            return microbatch.layer(number, args, kwargs)
+            with core.seeing_parameters():
+                return microbatch.layer(number, args, kwargs)
         if core.operation is not None and core.owners(number, 0) != core.stage:
             raise LayerError(
                 f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"
