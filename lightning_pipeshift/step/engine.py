@@ -55,6 +55,8 @@ class SuspendableMicrobatch(Microbatch):
         self.root: Any = None
         """The loss, divided by the number of microbatches; ``None`` to skip the backward."""
         self.is_done = False
+        self.flags: dict[torch.Tensor, bool] = {}
+        """Of the parameters that were frozen or thawed: whether the backward trains them."""
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for."""
         self._engine, self._outside = getcurrent(), outside
@@ -65,6 +67,7 @@ class SuspendableMicrobatch(Microbatch):
         seed_generators(self._core.device, "step", *self._stream)
         with run_by(self):
             self.result = body(self)
+        self.flags = {x: x.requires_grad for x in self._core.switched}
         self.is_done = True
 
     def advance(self) -> None:
@@ -143,6 +146,7 @@ class Engine:
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
+            microbatch.has_later_backward = with_backward
             everything.append(microbatch)
             advance(microbatch)
 
@@ -210,7 +214,7 @@ class Engine:
         del todo[at]
         del done[microbatch.turn]
         if microbatch.root is not None:
-            with run_by(microbatch):
+            with self._core.trained_as(microbatch.flags), run_by(microbatch):
                 microbatch.backward(microbatch.root)
         microbatch.root = None
         return True

@@ -41,8 +41,15 @@ from lightning_pipeshift.values.arguments import (
     is_constant,
 )
 from lightning_pipeshift.values.functions import OF_SHAPE
-from lightning_pipeshift.values.value import Spec, run_by
+from lightning_pipeshift.values.value import Spec, Value, run_by
 
+# Operations that write to two of their arguments, without counting it, in training.
+_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
+_STATISTICS, _IS_TRAINING = slice(3, 5), 5
 # The two runs with made-up sizes: results that differ depend on values.
 _MADE_UP = (1, 3)
 
@@ -109,7 +116,7 @@ class ContractFinder:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        marks: Callable[[], dict[Any, Any]] | None = None,
+        is_layer: bool = False,
     ) -> Contract | None:
         """Returns the contract of a call; ``None`` if what it gives depends on values.
 
@@ -117,14 +124,9 @@ class ContractFinder:
             function: what is called; a layer's has fake parameters.
             args: its arguments, with values and real tensors, which stay as they are.
             kwargs: its keyword arguments.
-            marks: of a layer, what tells whether its attributes were changed; the changed ones are
-                in :attr:`changed` then. A number that an operation returns, and not a layer, was
-                read from values.
+            is_layer: a number that an operation returns, and not a layer, was read from values.
         """
         self.num_runs += 1
-        self.changed: set[Any] = set()
-        is_layer = marks is not None
-        self._marks = marks or dict
         found = self._run(function, args, kwargs, None)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found
@@ -141,7 +143,15 @@ class ContractFinder:
     ) -> Contract | None:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         arguments = Arguments((args, kwargs), id)
-        with run_by(None), without_torch_function_of_subclasses(), self.fake_mode:
+        with_gradient = torch.is_grad_enabled()
+        # In inference mode no one counts writes.
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(with_gradient),
+            run_by(None),
+            without_torch_function_of_subclasses(),
+            self.fake_mode,
+        ):
             with torch.enable_grad():
                 stand_ins = [self._stand_in(tensor) for tensor in arguments.tensors]
             memo: dict[int, Any] = {}
@@ -152,12 +162,9 @@ class ContractFinder:
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
             watch = _Watch(made_up)
-            marked = self._marks()
             try:
                 with watch:
                     result = function(*fake_args, **fake_kwargs)
-                now = self._marks()
-                self.changed |= {name for name in now if now[name] != marked.get(name, now)}
                 after = Outcome(nodes, stand_ins, result)
                 specs = specs_of(after.new, stand_ins)
             except Exception:
@@ -177,7 +184,7 @@ class ContractFinder:
             written={
                 at: one.requires_grad
                 for at, one in enumerate(stand_ins)
-                if version_of(one) != versions[at]
+                if version_of(one) != versions[at] or id(one) in watch.written
             },
         )
 
@@ -203,7 +210,11 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
         new: the tensors that the call has made.
         arguments: the call's tensors, plain or fake.
     """
-    owners = {storage_key_of(one): at for at, one in reversed(list(enumerate(arguments)))}
+    owners = {
+        storage_key_of(one): at
+        for at, one in reversed(list(enumerate(arguments)))
+        if not isinstance(one, Value)
+    }
     specs = []
     for at, tensor in enumerate(new):
         shares = owners.setdefault(storage_key_of(tensor), -1 - at)
@@ -221,6 +232,7 @@ class _Watch(OperationMode):
     def __init__(self, made_up: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
+        self.written: set[int] = set()
         self._made_up = made_up
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -228,6 +240,8 @@ class _Watch(OperationMode):
             self.used.update(
                 id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             )
+        if func in _NORMS and args[_IS_TRAINING]:
+            self.written.update(map(id, args[_STATISTICS]))
         size = self._made_up
         if size is None:
             return func(*args, **kwargs)

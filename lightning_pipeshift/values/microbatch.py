@@ -7,7 +7,6 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
-    forward_hooks_of,
     storage_use_count,
     version_of,
     without_torch_function_of_subclasses,
@@ -34,9 +32,22 @@ from lightning_pipeshift.values.arguments import (
 from lightning_pipeshift.values.contract import Contract, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
-from lightning_pipeshift.values.layer_contracts import call_hooks, flags_of, hearing
-from lightning_pipeshift.values.layer_state import marks, with_state
-from lightning_pipeshift.values.value import PLACED, Spec, StepParameter, Value, name_of, run_by
+from lightning_pipeshift.values.layer_contracts import (
+    call_hooks,
+    flags_of,
+    hearing,
+    is_heard,
+)
+from lightning_pipeshift.values.layer_state import Attribute, with_state
+from lightning_pipeshift.values.value import (
+    PLACED,
+    Spec,
+    StepBuffer,
+    StepParameter,
+    Value,
+    name_of,
+    run_by,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -95,12 +106,18 @@ class Microbatch:
         self.digest = core.digest
         self._accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
+        self.has_later_backward = False
+        """Whether the schedule runs the backward, some time after the step."""
+        self.gradients: dict[Tensor, Tensor | None] | None = None
+        """Those of all parameters, as values; ``None`` if they may have changed since they were
+        asked for. What changes them by other means than operations has to set it to ``None``."""
         self._num_backwards = 0
         self._new_token()
 
     def release(self) -> None:
         """Lets go of all tensors."""
         self._new_token()
+        self.gradients = None
         self._accounts.clear()
 
     def _new_token(self) -> None:
@@ -138,7 +155,7 @@ class Microbatch:
             return tensor.account
         account = self._accounts.get(tensor)
         if account is None:
-            owner = self._core.parameter_owners[tensor]
+            owner = self._core.owner_of(tensor)
             held = tensor if owner == self.stage else None
             account = self._accounts[tensor] = Account(owner, tensor.requires_grad, held)
         return account
@@ -228,7 +245,7 @@ class Microbatch:
             contract = None
             if function not in READS:
                 contract = core.finder.find(function, args, kwargs)
-            core.contracts[key] = contract
+            core.keep(key, contract)
         label = name_of(function)
         self._note(label, args)
         self._num_operations += 1
@@ -297,16 +314,17 @@ class Microbatch:
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
         modules = core.modules[number]
-        hooked = tuple(name for name, module in modules if name and forward_hooks_of(module))
-        state = core.state_of(number)
-        given = [attribute.get(layer) for attribute in state], *args
+        hooked = tuple(name for name, module in modules if name and is_heard(module))
+        kind, watch = core.kind_of(number)
+        state = core.states[number]
+        given = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments((given, kwargs), _described, exact=True)
         parameters = core.parameters[number]
         flags = flags_of(
             [module for _, module in modules], [parameter for _, parameter in parameters]
         )
         key = (
-            core.kinds[number],
+            kind,
             flags,
             torch.is_grad_enabled(),
             *_autocast(core.device),
@@ -316,29 +334,54 @@ class Microbatch:
         try:
             contract = core.contracts[key]
         except KeyError:
-            fake = core.fake_of(number)
-            forward = with_state(fake, hearing(fake, fake.forward, hooked), state)
-            contract = core.finder.find(forward, given, kwargs, partial(marks, fake))
-            if core.add_state(number, core.finder.changed):
-                return self._called(number, args, kwargs)
-            core.contracts[key] = contract
+            contract, fake = None, core.fake_of(number)
+            if fake is not None:
+                changed: set[Attribute] = set()
+                heard_forward = hearing(fake, fake.forward, hooked)
+                forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
+                contract = core.finder.find(forward, given, kwargs, is_layer=True)
+                if core.add_state(number, changed):
+                    return self._called(number, args, kwargs)
+            core.keep(key, contract)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
-            forward = with_state(layer, hearing(layer, core.forwards[number], hooked), state)
-            if not others:
-                return forward(*run_args, **run_kwargs)
-            return _called_with(layer, forward, others, run_args, run_kwargs)
+            changed: set[Attribute] = set()
+            heard_forward = hearing(layer, core.forwards[number], hooked)
+            forward = with_state(layer, heard_forward, state, watch, changed)
+            versions = list(map(_version_of, others.values()))
+            if others:
+                result = _called_with(layer, forward, others, run_args, run_kwargs)
+            else:
+                result = forward(*run_args, **run_kwargs)
+            if contract is not None and changed:
+                names = ", ".join(
+                    f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
+                )
+                raise LayerError(
+                    f"`{label}` has changed its attribute {names}, which it did not in its run"
+                    " without values. Every stage has a layer's attributes, and only one runs it:"
+                    " assign the attribute in every call, or return what it keeps, and not only if"
+                    " values, or things outside of the layer, say so."
+                )
+            if versions != list(map(_version_of, others.values())):
+                raise LayerError(
+                    f"`{label}` writes in place to a parameter that another stage holds, since a"
+                    " layer there has it, too. Write to it between layers."
+                )
+            return result
 
         stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
         call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
-        (result, heard), after = self._call(call)
-        for attribute, value in zip(state, after, strict=True):
+        (result, heard), after, more = self._call(call)
+        for attribute, value in (*zip(state, after, strict=True), *more):
             attribute.set(layer, value)
+        core.add_state(number, {attribute for attribute, _ in more})
         for buffer in core.buffers[number]:
             # The layer may have written to it.
             account = self._accounts.get(buffer)
             if account is not None:
-                account.begin(account.owner, account.tensor if stage == self.stage else None)
+                is_here = account.owner == self.stage
+                account.begin(account.owner, account.tensor if is_here else None)
         call_hooks(layer, label, heard)
         return result
 
@@ -354,7 +397,11 @@ class Microbatch:
                 self._adopt(target, stage)
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
-            if isinstance(tensor, PLACED) and (contract is None or at in contract.used):
+            if contract is not None and at not in contract.used:
+                continue
+            if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
+                self._place_common(tensor, stage, call.label)
+            if isinstance(tensor, PLACED):
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
                 plain = self._at(tensor, stage, with_gradient, call.label)
@@ -374,7 +421,7 @@ class Microbatch:
         before, after, written = self._run(call, here, others)
         if contract is None:
             return self._told(call, here, (before, after, written))
-        self._check(call, after)
+        self._check(call, here, before, after, written)
         return self._given(call, here, after.new)
 
     def _run(
@@ -392,32 +439,50 @@ class Microbatch:
             args, kwargs = copied((call.args, call.kwargs), plain, memo)
             nodes = [memo[id(node)] for node in arguments.nodes]
             tensors = list(map(plain, arguments.tensors))
-            before = Outcome(nodes, tensors) if call.contract is None else None
-            versions = list(map(version_of, tensors))
+            # One of them holds the keyword arguments, and no call can change that.
+            is_needed = call.contract is None or len(nodes) > 1
+            before = Outcome(nodes, tensors) if is_needed else None
+            versions = list(map(_version_of, tensors))
             with call.stream:
                 result = call.function(others, args, kwargs)
             after = Outcome(nodes, tensors, result)
-            written = [at for at, x in enumerate(tensors) if version_of(x) != versions[at]]
+            written = [at for at, x in enumerate(tensors) if _version_of(x) != versions[at]]
         return before, after, written
 
-    def _check(self, call: _Call, after: Outcome) -> None:
-        """Compares what a call gave with its contract."""
+    def _check(
+        self,
+        call: _Call,
+        here: dict[int, Tensor],
+        before: Outcome | None,
+        after: Outcome,
+        written: list[int],
+    ) -> None:
+        """Compares what a call gave and did with its contract."""
         assert call.contract is not None
-        expected = call.contract.specs
+        expected, changes = call.contract.specs, call.contract.changes
+        tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
         with without_torch_function_of_subclasses():
-            found = [spec_of(tensor) for tensor in after.new]
-        same = same_numbers(after.result, call.contract.result) and all(
-            at < len(after.states) and same_numbers(after.states[at], state)
-            for at, state in call.contract.changes.items()
-        )
-        if not same:
+            found = specs_of(after.new, tensors)
+        num_nodes = len(call.arguments.nodes)
+        states = dict(enumerate(after.states[num_nodes:], num_nodes))
+        if before is not None:
+            states = after.changes_from(before)
+        if not set(written) <= call.contract.written.keys() or states.keys() != changes.keys():
+            raise LayerError(
+                f"`{call.label}` writes to an argument, or changes an object, where its run without"
+                " values did not, or does not where that did. Do it in every call, and not only if"
+                " values say so; or return something new."
+            )
+        if not same_numbers(after.result, call.contract.result) or not all(
+            same_numbers(states[at], changes[at]) for at in changes
+        ):
             raise LayerError(
                 f"`{call.label}` returned, or kept, a Python number or text that its run without"
                 " values did not. Numbers that depend on the values of tensors, or on what no"
                 " argument tells, have to be tensors."
             )
         if len(found) != len(expected) or any(
-            one[0] != other[0] or one[2:4] != other[2:4]
+            one[0] != other[0] or one[2:] != other[2:]
             for one, other in zip(found, expected, strict=True)
         ):
             raise LayerError(
@@ -425,6 +490,13 @@ class Microbatch:
                 f" {_listed(expected)}. Results whose number, shape or type depends on the values"
                 " of tensors, in a way that only the values tell, are not supported here."
             )
+        for one, other in zip(found, expected, strict=True):
+            if not _have_same_layout(one, other):
+                raise LayerError(
+                    f"`{call.label}` gave a tensor of shape {tuple(one.shape)} with the strides"
+                    f" {one.stride} where its run without values gave {other.stride}. With another"
+                    " layout other stages would compute other bits: return `x.contiguous()`."
+                )
 
     def _expected(self, call: _Call) -> Any:
         """What stands for the results of a call at another stage, by its contract."""
@@ -463,9 +535,6 @@ class Microbatch:
             memories.append(memory)
             account = Account(call.stage, spec.requires_grad, tensor, memory)
             account.era = self._era
-            if tensor is not None:
-                with without_torch_function_of_subclasses():
-                    spec = spec._replace(stride=tensor.stride())
             values.append(Value(spec, self._core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
@@ -475,6 +544,9 @@ class Microbatch:
             account.memory.write(call.stage)
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
+            if isinstance(target, StepBuffer):
+                self._core.move_buffer(target, call.stage, kept)
+                kept = None if kept is None else target
             account.begin(call.stage, kept)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
@@ -558,6 +630,20 @@ class Microbatch:
                 " (`torch.where`, `torch.cat`)."
             )
 
+    def _place_common(self, tensor: Tensor, stage: int, label: str) -> None:
+        """Places a common tensor that needs a gradient: the stage that uses it first gets it.
+
+        Raises:
+            LayerError: it was computed, on every stage, from another one.
+        """
+        if not tensor.is_leaf or type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise LayerError(
+                f"`{label}` ({user_line()}) runs at stage {stage} only, and uses a tensor that"
+                " every stage has computed, and that needs a gradient. The gradient would come to that"
+                " stage only: compute the tensor inside of a layer, or detach it."
+            )
+        self._core.place_loose(tensor, stage)
+
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
@@ -566,6 +652,82 @@ class Microbatch:
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
+
+    # --- gradients ---
+
+    def train(self, parameter: Tensor, requires_grad: bool) -> Tensor:
+        """Freezes or thaws a parameter, from here in the step on."""
+        self._core.switched.setdefault(parameter, parameter.requires_grad)
+        account = self._accounts.get(parameter)
+        if account is not None:
+            account.requires_grad = requires_grad
+        with without_torch_function_of_subclasses():
+            return parameter.requires_grad_(requires_grad)
+
+    def gradient_of(self, tensor: Tensor) -> Tensor | None:
+        """The attribute ``grad`` of a parameter or a value: a value of the same stage."""
+        self._note_gradient()
+        if not isinstance(tensor, StepParameter):
+            return self._told_gradients([tensor])[tensor]
+        if self.gradients is None:
+            self.gradients = self._told_gradients(self._core.all_parameters())
+        gradient = self.gradients[tensor]
+        if self._core.owner_of(tensor) == self.stage:
+            known = gradient.account.tensor if isinstance(gradient, Value) else None
+            if _plain_gradient(tensor) is not known:
+                raise LayerError(
+                    f"The gradient of a parameter ({user_line()}) was replaced by code that does"
+                    " not run in the step, after the step had asked for it."
+                )
+        return gradient
+
+    def set_gradient(self, tensor: Tensor, gradient: Tensor | None = None) -> None:
+        """Sets the attribute ``grad`` of a parameter or a value."""
+        self._note_gradient()
+        if isinstance(tensor, StepParameter):
+            self._core.place_parameters([tensor], ())
+        account, plain = self.account_of(tensor), gradient
+        if isinstance(gradient, PLACED):
+            plain = self._at(gradient, account.owner, False, "grad")
+        if self.stage == account.owner:
+            assert account.tensor is not None
+            with without_torch_function_of_subclasses():
+                account.tensor.grad = None if plain is None else plain.detach()
+        if gradient is not None:
+            self.gradients = None
+        elif self.gradients is not None and tensor in self.gradients:
+            self.gradients[tensor] = None
+
+    def _note_gradient(self) -> None:
+        self._note("grad", ())
+        if self.has_later_backward:
+            raise LayerError(
+                f"The step uses `.grad` ({user_line()}), and its backward runs later, among those"
+                " of other microbatches. Use gradients in `on_before_optimizer_step`, or with"
+                " manual optimization, behind `manual_backward`."
+            )
+
+    def _told_gradients(self, tensors: Sequence[Tensor]) -> dict[Tensor, Tensor | None]:
+        """The gradients of tensors; their owners tell which are there."""
+        found: dict[Tensor, Tensor | None] = {}
+        accounts = [(tensor, self.account_of(tensor)) for tensor in tensors]
+        for stage in range(self.mailbox.num_stages):
+            owned = [(tensor, account) for tensor, account in accounts if account.owner == stage]
+            if not owned:
+                continue
+            here: list[Tensor | None] = [None] * len(owned)
+            if stage == self.stage:
+                plain = [account.tensor for _, account in owned]
+                here = [None if x is None else _plain_gradient(x) for x in plain]
+            with without_torch_function_of_subclasses():
+                told = [None if x is None else spec_of(x) for x in here]
+            specs = self._read(told, stage, "grad")
+            for (tensor, _), spec, gradient in zip(owned, specs, here, strict=True):
+                found[tensor] = None
+                if spec is not None:
+                    account = Account(stage, False, gradient)
+                    found[tensor] = Value(spec, self._core.device, account)
+        return found
 
     # --- the backward ---
 
@@ -608,6 +770,7 @@ class Microbatch:
             finally:
                 self.is_in_backward = False
         self._num_backwards += 1
+        self.gradients = None
         self._new_token()
         for account in self._accounts.values():
             account.begin(account.owner, account.tensor if account.owner == self.stage else None)
@@ -616,6 +779,23 @@ class Microbatch:
 def _described(tensor: Tensor) -> Any:
     """What of a tensor the shapes of a call's results may depend on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _plain_gradient(tensor: Tensor) -> Tensor | None:
+    with without_torch_function_of_subclasses():
+        return tensor.grad if tensor.is_leaf else None
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _have_same_layout(one: Spec, other: Spec) -> bool:
+    """Whether two specs have the same strides, where these matter."""
+    if one.stride == other.stride or 0 in one.shape:
+        return True
+    both = zip(one.shape, one.stride, other.stride, strict=True)
+    return all(a == b for size, a, b in both if size > 1)
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:
@@ -672,6 +852,8 @@ def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
 
 
 def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    if isinstance(tensor, StepParameter):
+        return microbatch.train(tensor, requires_grad)
     account = microbatch.account_of(tensor)
     account.requires_grad = requires_grad
     with without_torch_function_of_subclasses():
@@ -692,11 +874,15 @@ def _refused(what: str, advice: str) -> Callable[..., Any]:
     return refuse
 
 
+_GRAD: Any = Tensor.grad
 _WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
 _HOOK = "register a hook on the parameters, or call it inside of the layer."
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: Microbatch.backward,
+    _GRAD.__get__: Microbatch.gradient_of,
+    _GRAD.__set__: Microbatch.set_gradient,
+    _GRAD.__delete__: Microbatch.set_gradient,
     Tensor.__iter__: _over_rows,
     Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
     Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
