@@ -55,6 +55,7 @@ class Kind(enum.IntEnum):
     GRADIENT = 2
     WAIT = 3
     END = 4
+    OVER = 5
 
 
 class _Form(enum.IntEnum):
@@ -151,6 +152,7 @@ class _Wait(NamedTuple):
 
     Args:
         number: of the wait; the same while it lasts.
+        step: of what it waits for.
         place: in the program.
         sources: the stages that could end it.
         sent: how many messages it has sent to each stage.
@@ -158,6 +160,7 @@ class _Wait(NamedTuple):
     """
 
     number: int
+    step: int
     place: Place
     sources: tuple[int, ...]
     sent: tuple[int, ...]
@@ -193,11 +196,14 @@ class Mailbox:
         self._latest: dict[tuple[int, ...], int] = {}
         self._error: BaseException | None = None
         self._ended: set[int] = set()
+        # The latest run that each stage has told to be over there: after being asked.
+        self._over = [0] * self.num_stages
         self._num_waits = 0
         self._sent, self._received = [0] * self.num_stages, [0] * self.num_stages
         self._waits: dict[int, _Wait] = {}
         # How often each stage has told of its wait.
         self._num_told = [0] * self.num_stages
+        self._posting = threading.Lock()
         self._under_way: list[tuple[Any, Tensor, int]] = []
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source,), daemon=True)
@@ -244,7 +250,7 @@ class Mailbox:
         )
         if form is _Form.IN_FRAME:
             frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
-        if key.kind is not Kind.WAIT:
+        if key.kind not in (Kind.WAIT, Kind.OVER):
             self._sent[to] += 1
         self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
         if form is _Form.BEHIND:
@@ -254,14 +260,16 @@ class Mailbox:
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         with self._watched(self._ranks[to]):
             work = self._group.send([data], self._members[to], tag)
-        self._under_way.append((work, data, to))
+        with self._posting:
+            self._under_way.append((work, data, to))
 
     def flush(self) -> None:
         """Waits until everything has been sent: its memory may change then."""
-        for work, _, to in self._under_way:
+        with self._posting:
+            under_way, self._under_way = self._under_way, []
+        for work, _, to in under_way:
             with self._watched(self._ranks[to]):
                 complete(work)
-        self._under_way.clear()
 
     # --- receiving ---
 
@@ -294,6 +302,11 @@ class Mailbox:
                 assert data is not None
                 self._waits[source] = pickle.loads(data.numpy().tobytes())
                 self._num_told[source] += 1
+                if self._waits[source].step <= self._over[self.stage]:
+                    over = Key(self.stage, self._over[self.stage], 0, Kind.OVER, 0, 0)
+                    self.send(source, over, place, None)
+            elif key.kind is Kind.OVER:
+                self._over[source] = step
             elif key.kind is Kind.END:
                 self._ended.add(source)
             else:
@@ -315,6 +328,8 @@ class Mailbox:
         """Whether the sender is past the message without having sent it. Values and reads come by
         rising numbers, gradients by falling ones.
         """
+        if key.step <= self._over[key.source]:
+            return True
         latest = self._latest.get(_direction(key))
         if latest is None or key.source in self._ended:
             return key.source in self._ended
@@ -335,7 +350,7 @@ class Mailbox:
                     return
                 sources = tuple({key.source for key in keys})
                 sent, received = tuple(self._sent), tuple(self._received)
-                mine = _Wait(self._num_waits, place, sources, sent, received)
+                mine = _Wait(self._num_waits, keys[0].step, place, sources, sent, received)
                 self._waits[self.stage] = mine
                 self._num_told[self.stage] += 1
                 stuck, told = _stuck(self._waits, self.stage), list(self._num_told)
@@ -408,6 +423,7 @@ class Mailbox:
         """
         self.flush()
         with self._arrived:
+            self._over[self.stage] = step
             left = [(key, found) for key, found in self._messages.items() if key.step <= step]
             self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
         for key, found in left:
