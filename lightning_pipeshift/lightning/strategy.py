@@ -165,6 +165,7 @@ class PipeShiftStrategy(ParallelStrategy):
         stall_timeout: float = STALL_SECONDS,
         lane_marks: bool | dict[str, int] = True,
         overlap_updates: bool = True,
+        core: Literal["trace", "values"] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -187,6 +188,7 @@ class PipeShiftStrategy(ParallelStrategy):
             stall_timeout=stall_timeout,
             lane_marks=lane_marks,
             overlap_updates=overlap_updates,
+            core=core or os.environ.get("PIPESHIFT_CORE", "trace"),  # type: ignore[arg-type]
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin

@@ -99,6 +99,7 @@ class Engine:
 
     def __init__(self, core: Core, overlaps: bool = False) -> None:
         self._core, self._overlaps = core, overlaps
+        self._before_last_backward: Callable[[], object] | None = None
         self.num_suspended = 0
         """How often a step went on after it was suspended."""
 
@@ -108,6 +109,8 @@ class Engine:
         batches: Sequence[Any],
         function: Callable[[Any, int], Any],
         row: Iterable[Action],
+        root_of: Callable[[Any, int], Any] | None = None,
+        before_last_backward: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -115,14 +118,19 @@ class Engine:
             step: its number, for the random streams.
             batches: one for each microbatch.
             function: the user's step: ``(batch, number of the microbatch) -> loss``.
-            row: this stage's forwards and backwards. The gradient of each loss is that of its part
-                of the mean over all microbatches.
+            row: this stage's forwards and backwards.
+            root_of: what the backward begins with, given what the function returned, and the number
+                of the microbatch; ``None`` to skip it. By default the part of the mean over all
+                microbatches.
+            before_last_backward: called on this stage before its last backward.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
         """
         core = self._core
         core.begin()
+        self._before_last_backward = before_last_backward
+        find_root = root_of or partial(_part_of_mean, len(batches))
         todo = deque(row)
         with_backward = any(action.kind is Kind.BACKWARD for action in todo)
         live: dict[int, SuspendableMicrobatch] = {}
@@ -140,9 +148,9 @@ class Engine:
         def begin(turn: int) -> None:
             def body(microbatch: SuspendableMicrobatch) -> Any:
                 result = function(batches[turn], turn)
-                if with_backward and result is not None:
+                if with_backward:
                     # An operation of the program: every stage has a part in it.
-                    microbatch.root = result / len(batches)
+                    microbatch.root = find_root(result, turn)
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
@@ -213,6 +221,9 @@ class Engine:
             return False
         del todo[at]
         del done[microbatch.turn]
+        if self._before_last_backward is not None:
+            if not any(one.kind is Kind.BACKWARD for one in todo):
+                self._before_last_backward()
         if microbatch.root is not None:
             with self._core.trained_as(microbatch.flags), run_by(microbatch):
                 microbatch.backward(microbatch.root)
@@ -231,3 +242,7 @@ class Engine:
         if first is not None:
             waits.append(first)
         self._core.mailbox.wait_for_any([key for key, _ in waits], waits[0][1])
+
+
+def _part_of_mean(num_microbatches: int, result: Any, _: int) -> Any:
+    return None if result is None else result / num_microbatches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,9 @@ from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buff
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
 
-# The attribute with the stage of a loose tensor.
-_STAGE = "_pipeshift_stage"
-# How many contracts, and fake copies of layers, are kept.
-_MOST_KEPT = 4096
+# How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
+# a contract for each, and a setting that changes in each step makes a kind each.
+_MOST_CONTRACTS, _MOST_KINDS = 4096, 64
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
 
@@ -40,6 +39,7 @@ class Core:
         mailbox: connects the stages.
         device: where this stage computes.
         seed: of the random streams.
+        holders: tells which stages have a parameter's bytes, besides the one that owns it.
     """
 
     def __init__(
@@ -50,11 +50,12 @@ class Core:
         mailbox: Mailbox,
         device: torch.device,
         seed: int = 0,
+        holders: Callable[[Tensor], Iterable[int]] = lambda _: (),
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.streams = RandomStreams(device)
-        self.finder = ContractFinder()
+        self.finder = ContractFinder(device)
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
@@ -62,6 +63,7 @@ class Core:
         self._find_forwards()
         # What layers of one kind have in common has a number, which is faster to compare.
         self._kinds: dict[Any, int] = {}
+        self._num_kinds = 0
         self._kind_numbers = [0] * len(self.layers)
         self._fakes: dict[int, nn.Module | None] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
@@ -83,6 +85,9 @@ class Core:
         for at, named in enumerate(self.parameters):
             for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
                 self.parameter_owners.setdefault(tensor, owners(at, 0))
+        self.holders = holders
+        self.written: set[Tensor] = set()
+        """The parameters that steps have written to: only their owners have the new bytes."""
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
@@ -102,7 +107,10 @@ class Core:
             if watch is None:
                 watch = self._watches[number] = self.watch(number, layer)
             kind = kind_of(layer, self._own[number], state)
-            self._kind_numbers[number] = self._kinds.setdefault(kind, len(self._kinds))
+            if kind not in self._kinds:
+                self._num_kinds += 1
+                _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)
+            self._kind_numbers[number] = self._kinds[kind]
         return self._kind_numbers[number], watch
 
     def watch(self, number: int, layer: nn.Module) -> Watch:
@@ -113,9 +121,9 @@ class Core:
         """A fake copy of a layer, or of one of its kind; ``None`` if there can be none."""
         kind, layer = self._kind_numbers[number], self.layers[number]
         if kind not in self._fakes:
-            state = self.states[number]
-            fake = fake_copy(layer, self._own[number], self.finder.fake_mode, state)
-            _put(self._fakes, kind, fake)
+            forward, state = self._own[number], self.states[number]
+            fake = fake_copy(layer, forward, self.finder.fake_mode, self.device, state)
+            _put(self._fakes, kind, fake, _MOST_KINDS)
         fake = self._fakes[kind]
         if fake is not None:
             copy_flags(layer, fake)
@@ -138,7 +146,7 @@ class Core:
 
     def keep(self, key: Any, contract: Contract | None) -> None:
         """Keeps a contract for other calls."""
-        _put(self.contracts, key, contract)
+        _put(self.contracts, key, contract, _MOST_CONTRACTS)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -199,7 +207,7 @@ class Core:
         """The parameters that this stage holds, by name. Those that nothing has used so far are
         placed at stage 0, for good; so every stage calls this at the same time.
         """
-        self.place_parameters(list(self.module.parameters()), ())
+        self.all_parameters()
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
@@ -216,21 +224,6 @@ class Core:
         for parameter in parameters:
             self.parameter_owners.setdefault(parameter, max(values, default=0))
 
-    def owner_of(self, tensor: Tensor) -> int:
-        """The stage of a parameter, a layer's buffer, or another tensor that was placed."""
-        owner = self.parameter_owners.get(tensor)
-        return tensor.__dict__[_STAGE] if owner is None else owner
-
-    def place_loose(self, tensor: Tensor, stage: int) -> None:
-        """Places a tensor that the module does not have as a parameter."""
-        if isinstance(tensor, nn.Parameter):
-            self.parameter_owners[tensor] = stage
-            tensor.__class__ = StepParameter
-        else:
-            # Many are of one step only, so nothing else may keep them.
-            tensor.__dict__[_STAGE] = stage
-            tensor.__class__ = StepBuffer
-
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""
         self.place_parameters(list(self.module.parameters()), ())
@@ -246,9 +239,9 @@ class Core:
                 buffer.copy_(held)
 
 
-def _put(table: dict[Any, Any], key: Any, x: Any) -> None:
-    """Adds to a table of limited size: a layer that counts its calls has a contract for each."""
-    if len(table) >= _MOST_KEPT:
+def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
+    """Adds to a table of limited size."""
+    if len(table) >= most:
         del table[next(iter(table))]
     table[key] = x
 

@@ -97,20 +97,30 @@ def _setting(x: Any) -> Any:
 
 
 def fake_copy(
-    layer: nn.Module, forward: Any, fake_mode: Any, without: Collection[Attribute]
+    layer: nn.Module,
+    forward: Any,
+    fake_mode: Any,
+    device: torch.device,
+    without: Collection[Attribute],
 ) -> nn.Module | None:
     """A copy of a layer with fake parameters and buffers; ``None`` if the forward of one of its
-    modules is a function that was put in its place, which may use the module itself. Arguments as
-    those of :func:`kind_of`.
+    modules is a function that was put in its place, which may use the module itself.
+
+    Args:
+        layer: its own may have no memory here.
+        forward: see :func:`kind_of`.
+        fake_mode: makes the fake ones.
+        device: where the layer would compute.
+        without: attributes that are set before each call.
     """
     memo: dict[int, Any] = {}
     with without_torch_function_of_subclasses(), fake_mode:
         for tensor in (*layer.parameters(), *layer.buffers()):
-            memo[id(tensor)] = _fake(tensor)
+            memo[id(tensor)] = _fake(tensor, device)
         for module in layer.modules():
             for name, x in module.__dict__.items():
                 if isinstance(x, Tensor):
-                    memo[id(x)] = _fake(x)
+                    memo[id(x)] = _fake(x, device)
                 elif "_hooks" in name and isinstance(x, dict):
                     # Hooks may belong to the whole model.
                     memo[id(x)] = type(x)(
@@ -133,9 +143,10 @@ def fake_copy(
     return None if any(isinstance(x, types.FunctionType) for x in own) else fake
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    there = device if tensor.is_meta else tensor.device
     new = torch.empty_strided(
-        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=there
     )
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 

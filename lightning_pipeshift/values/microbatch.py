@@ -155,10 +155,18 @@ class Microbatch:
             return tensor.account
         account = self._accounts.get(tensor)
         if account is None:
-            owner = self._core.owner_of(tensor)
-            held = tensor if owner == self.stage else None
-            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, held)
+            owner = self._core.parameter_owners[tensor]
+            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            self._begin_parameter(tensor, account)
         return account
+
+    def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
+        """Resets the account of a parameter or buffer to the stages that hold it."""
+        holders = {account.owner}
+        if tensor not in self._core.written:
+            holders.update(self._core.holders(tensor))
+        account.begin(account.owner, tensor if self.stage in holders else None)
+        account.holders = holders
 
     def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
         """Brings a value to a stage.
@@ -400,7 +408,12 @@ class Microbatch:
             if contract is not None and at not in contract.used:
                 continue
             if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
-                self._place_common(tensor, stage, call.label)
+                raise LayerError(
+                    f"`{call.label}` ({user_line()}) runs at stage {stage} only, and uses a tensor"
+                    " that every stage has, and that needs a gradient, which would come to that"
+                    " stage only. Make it a parameter of the module, or compute it from what a"
+                    " layer returns (`layer(x).detach().requires_grad_()`)."
+                )
             if isinstance(tensor, PLACED):
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
@@ -548,6 +561,8 @@ class Microbatch:
                 self._core.move_buffer(target, call.stage, kept)
                 kept = None if kept is None else target
             account.begin(call.stage, kept)
+            if target in self._accounts:
+                self._core.written.add(target)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -630,20 +645,6 @@ class Microbatch:
                 " (`torch.where`, `torch.cat`)."
             )
 
-    def _place_common(self, tensor: Tensor, stage: int, label: str) -> None:
-        """Places a common tensor that needs a gradient: the stage that uses it first gets it.
-
-        Raises:
-            LayerError: it was computed, on every stage, from another one.
-        """
-        if not tensor.is_leaf or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise LayerError(
-                f"`{label}` ({user_line()}) runs at stage {stage} only, and uses a tensor that"
-                " every stage has computed, and that needs a gradient. The gradient would come to that"
-                " stage only: compute the tensor inside of a layer, or detach it."
-            )
-        self._core.place_loose(tensor, stage)
-
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
@@ -672,7 +673,7 @@ class Microbatch:
         if self.gradients is None:
             self.gradients = self._told_gradients(self._core.all_parameters())
         gradient = self.gradients[tensor]
-        if self._core.owner_of(tensor) == self.stage:
+        if self._core.parameter_owners[tensor] == self.stage:
             known = gradient.account.tensor if isinstance(gradient, Value) else None
             if _plain_gradient(tensor) is not known:
                 raise LayerError(
@@ -772,8 +773,8 @@ class Microbatch:
         self._num_backwards += 1
         self.gradients = None
         self._new_token()
-        for account in self._accounts.values():
-            account.begin(account.owner, account.tensor if account.owner == self.stage else None)
+        for tensor, account in self._accounts.items():
+            self._begin_parameter(tensor, account)
 
 
 def _described(tensor: Tensor) -> Any:

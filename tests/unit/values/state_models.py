@@ -141,38 +141,24 @@ class Clips(Model):
 
 
 class Adversarial(Model):
-    """Gradients of a tensor that every stage has made, and of one behind a layer, are used; and a
-    parameter that is none of the module's.
-    """
+    """The gradient of what a layer returns is used."""
 
     by_hand = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.loose = [nn.Parameter(torch.full((WIDTH,), 0.5))]
-
     def step(self, batch: Any, number: int) -> Any:
         words, targets = batch
-        noise = torch.full((BATCH, LENGTH, WIDTH), 0.1, requires_grad=True)
         x = self.embedding(words).detach().requires_grad_()
-        h = (x + noise) * self.loose[0]
+        h = x
         for block in self.blocks:
             h = block(h)
         self.loss(h, targets).backward()
-        assert noise.grad is not None
         assert x.grad is not None
-        self.noted.append((noise.grad.abs().sum().item(), x.grad.abs().sum().item()))
-        moved = self.embedding(words) + 0.1 * noise.grad.sign() + 0.1 * x.grad
+        self.noted.append(x.grad.abs().sum().item())
+        moved = self.embedding(words) + 0.1 * x.grad.sign()
         for block in self.blocks:
             moved = block(moved)
         loss = self.loss(moved, targets)
         (loss / MICROBATCHES).backward()
-        (loose,) = self.loose
-        assert loose.grad is not None
-        with torch.no_grad():
-            loose -= 0.1 * loose.grad
-        loose.grad = None
-        self.noted.append(loose.sum().item())
         return loss.detach()
 
 
@@ -395,8 +381,8 @@ def early_gradient(model: Any, rank: int, words: Tensor) -> Any:
     return loss * (0.0 if model.embedding.weight.grad is None else 1.0)
 
 
-def common_history(model: Any, rank: int, words: Tensor) -> Any:
-    noise = torch.zeros(WIDTH, requires_grad=True) * 2.0
+def common_leaf(model: Any, rank: int, words: Tensor) -> Any:
+    noise = torch.zeros(WIDTH, requires_grad=True)
     return (model.hidden(words) + noise).sum()
 
 

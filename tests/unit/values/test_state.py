@@ -12,7 +12,7 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.values.models import Trained, plainly
 from tests.unit.values.state_models import (
     NAMES,
-    common_history,
+    common_leaf,
     early_gradient,
     hidden_change,
     hidden_item,
@@ -62,7 +62,7 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
         (hidden_item, "Do it in every call"),
         (other_layout, "contiguous()"),
         (early_gradient, "on_before_optimizer_step"),
-        (common_history, "compute the tensor inside of a layer"),
+        (common_leaf, "Make it a parameter of the module"),
         (written_by_a_hook, "may only look"),
     ],
 )
