@@ -64,10 +64,10 @@ class SuspendableMicrobatch(Microbatch):
         self._stream = core.seed, step, turn
 
     def _step_through(self, body: Callable[[Any], Any]) -> None:
-        seed_generators(self._core.device, "step", *self._stream)
+        seed_generators(self.core.device, "step", *self._stream)
         with run_by(self):
             self.result = body(self)
-        self.flags = {x: x.requires_grad for x in self._core.switched}
+        self.flags = {x: x.requires_grad for x in self.core.switched}
         self.is_done = True
 
     def advance(self) -> None:
@@ -79,7 +79,7 @@ class SuspendableMicrobatch(Microbatch):
         can_wait = getcurrent() is self._greenlet and not self.is_in_backward
         if can_wait and not torch.is_inference_mode_enabled() and not self.mailbox.has(key):
             self.waits_for = key, place
-            state = ThreadState(self._core.device)
+            state = ThreadState(self.core.device)
             self._outside.restore()
             with run_by(None):
                 self._engine.switch()

@@ -32,6 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.arguments import (
     Arguments,
     Outcome,
@@ -39,6 +40,7 @@ from lightning_pipeshift.values.arguments import (
     arguments_in,
     copied,
     is_constant,
+    same_numbers,
 )
 from lightning_pipeshift.values.functions import OF_SHAPE
 from lightning_pipeshift.values.value import Spec, Value, run_by
@@ -226,6 +228,70 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
         shares = owners.setdefault(storage_key_of(tensor), -1 - at)
         specs.append(spec_of(tensor, None if shares == -1 - at else shares))
     return specs
+
+
+def require_kept(
+    contract: Contract,
+    label: str,
+    arguments: Arguments,
+    tensors: Sequence[Tensor],
+    before: Outcome | None,
+    after: Outcome,
+    written: Sequence[int],
+) -> None:
+    """Compares what a call gave and did with its contract, which the other stages go by.
+
+    Args:
+        contract: of the call.
+        label: its name.
+        arguments: its arguments.
+        tensors: those in them, plain.
+        before: the arguments before the call; ``None`` if it could not change them.
+        after: what it gave.
+        written: the numbers of the tensors that it has written to.
+
+    Raises:
+        LayerError: they differ.
+    """
+    changes = contract.changes
+    with without_torch_function_of_subclasses():
+        found = specs_of(after.new, tensors)
+    num_nodes = len(arguments.nodes)
+    states = dict(enumerate(after.states[num_nodes:], num_nodes))
+    if before is not None:
+        states = after.changes_from(before)
+    if not contract.written.keys() >= set(written) or states.keys() != changes.keys():
+        raise LayerError(
+            f"`{label}` writes to an argument, or changes an object, where its run without values"
+            " did not, or does not where that did. Do it in every call, and not only if values say"
+            " so; or return something new."
+        )
+    if not same_numbers(after.result, contract.result) or not all(
+        same_numbers(states[at], changes[at]) for at in changes
+    ):
+        raise LayerError(
+            f"`{label}` returned, or kept, a Python number or text that its run without values did"
+            " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
+            " to be tensors."
+        )
+    if [(x[0], *x[2:]) for x in found] != [(x[0], *x[2:]) for x in contract.specs]:
+        raise LayerError(
+            f"`{label}` gave {_listed(found)} where its run without values gave"
+            f" {_listed(contract.specs)}. Results whose number, shape or type depends on the values"
+            " of tensors, in a way that only the values tell, are not supported here."
+        )
+    for one, other in zip(found, contract.specs, strict=True):
+        both = zip(one.shape, one.stride, other.stride, strict=True)
+        if 0 not in one.shape and any(a != b for size, a, b in both if size > 1):
+            raise LayerError(
+                f"`{label}` gave a tensor of shape {tuple(one.shape)} with the strides"
+                f" {one.stride} where its run without values gave {other.stride}. With another"
+                " layout other stages would compute other bits: return `x.contiguous()`."
+            )
+
+
+def _listed(specs: Sequence[Spec]) -> str:
+    return ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in specs) or "no tensors"
 
 
 class _Watch(OperationMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,9 +26,8 @@ from lightning_pipeshift.values.arguments import (
     State,
     applied,
     copied,
-    same_numbers,
 )
-from lightning_pipeshift.values.contract import Contract, spec_of, specs_of
+from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
 from lightning_pipeshift.values.layer_contracts import (
@@ -39,6 +37,7 @@ from lightning_pipeshift.values.layer_contracts import (
     is_heard,
 )
 from lightning_pipeshift.values.layer_state import Attribute, with_state
+from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
@@ -47,6 +46,7 @@ from lightning_pipeshift.values.value import (
     Value,
     name_of,
     run_by,
+    user_line,
 )
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
 DIGEST_MASK = (1 << 48) - 1
 # A tensor, and the Python object of its storage.
 _USES_OF_ONE = 2
-# Code of these folders is not the user's.
-_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
 
 
 class _Call(NamedTuple):
@@ -99,12 +97,12 @@ class Microbatch:
     """
 
     def __init__(self, core: Core, run_number: int, step: int, turn: int) -> None:
-        self._core, self.mailbox, self.stage = core, core.mailbox, core.stage
+        self.core, self.mailbox, self.stage = core, core.mailbox, core.stage
         self._run_number, self._step, self.turn = run_number, step, turn
         # Of messages, of calls of layers, and of operations that run at one stage.
         self._serial = self._num_layers = self._num_operations = 0
         self.digest = core.digest
-        self._accounts: dict[Tensor, Account] = {}
+        self.accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
         self.has_later_backward = False
         """Whether the schedule runs the backward, some time after the step."""
@@ -118,17 +116,17 @@ class Microbatch:
         """Lets go of all tensors."""
         self._new_token()
         self.gradients = None
-        self._accounts.clear()
+        self.accounts.clear()
 
     def _new_token(self) -> None:
-        self._token = torch.zeros((), device=self._core.device, requires_grad=True)
+        self._token = torch.zeros((), device=self.core.device, requires_grad=True)
         self._has_ends = False
         self.first_gradient: tuple[Key, Place] | None = None
         """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
 
     # --- the program ---
 
-    def _note(self, label: str, args: Sequence[Any]) -> None:
+    def note(self, label: str, args: Sequence[Any]) -> None:
         """Adds an operation and its Python numbers to the digest of the program."""
         digest = self.digest * 31 + zlib.crc32(label.encode())
         for x in args:
@@ -153,22 +151,22 @@ class Microbatch:
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
-        account = self._accounts.get(tensor)
+        account = self.accounts.get(tensor)
         if account is None:
-            owner = self._core.parameter_owners[tensor]
-            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            owner = self.core.parameter_owners[tensor]
+            account = self.accounts[tensor] = Account(owner, tensor.requires_grad, None)
             self._begin_parameter(tensor, account)
         return account
 
     def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
         """Resets the account of a parameter or buffer to the stages that hold it."""
         holders = {account.owner}
-        if tensor not in self._core.written:
-            holders.update(self._core.holders(tensor))
+        if tensor not in self.core.written:
+            holders.update(self.core.holders(tensor))
         account.begin(account.owner, tensor if self.stage in holders else None)
         account.holders = holders
 
-    def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
+    def bring(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
         """Brings a value to a stage.
 
         Args:
@@ -213,7 +211,7 @@ class Microbatch:
         elif self.stage == stage:
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
-                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self._core.device)
+                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
         account.holders.add(stage)
 
     def _lead_chain(self, account: Account, stage: int, label: str) -> None:
@@ -239,10 +237,10 @@ class Microbatch:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function of torch, one of whose arguments is a value or a parameter."""
-        special = _SPECIAL.get(function)
+        special = SPECIAL.get(function)
         if special is not None:
             return special(self, *args, **kwargs)
-        core = self._core
+        core = self.core
         arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         self._place_parameters(placed)
@@ -255,7 +253,7 @@ class Microbatch:
                 contract = core.finder.find(function, args, kwargs)
             core.keep(key, contract)
         label = name_of(function)
-        self._note(label, args)
+        self.note(label, args)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
@@ -277,7 +275,7 @@ class Microbatch:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
         if parameters:
             owners = [x.account.owner for x in placed if isinstance(x, Value)]
-            self._core.place_parameters(parameters, owners)
+            self.core.place_parameters(parameters, owners)
 
     def _stage_of(self, contract: Contract | None, arguments: Arguments) -> int | None:
         """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
@@ -302,7 +300,7 @@ class Microbatch:
             if not isinstance(x, PLACED):
                 return x
             return torch.empty_strided(
-                tuple(x.shape), x.stride(), dtype=x.dtype, device=self._core.device
+                tuple(x.shape), x.stride(), dtype=x.dtype, device=self.core.device
             )
 
         with without_torch_function_of_subclasses():
@@ -314,11 +312,11 @@ class Microbatch:
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
         self._num_layers += 1
-        self._note(self._core.names[number], args)
+        self.note(self.core.names[number], args)
         return self._called(number, args, kwargs)
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        core = self._core
+        core = self.core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
         modules = core.modules[number]
@@ -386,7 +384,7 @@ class Microbatch:
         core.add_state(number, {attribute for attribute, _ in more})
         for buffer in core.buffers[number]:
             # The layer may have written to it.
-            account = self._accounts.get(buffer)
+            account = self.accounts.get(buffer)
             if account is not None:
                 is_here = account.owner == self.stage
                 account.begin(account.owner, account.tensor if is_here else None)
@@ -417,13 +415,13 @@ class Microbatch:
             if isinstance(tensor, PLACED):
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
-                plain = self._at(tensor, stage, with_gradient, call.label)
+                plain = self.bring(tensor, stage, with_gradient, call.label)
                 if plain is not None:
                     here[at] = plain
         others: dict[str, Tensor] = {}
         for name, parameter in call.parameters:
-            if self._core.parameter_owners[parameter] != stage:
-                plain = self._at(parameter, stage, with_gradient, call.label)
+            if self.core.parameter_owners[parameter] != stage:
+                plain = self.bring(parameter, stage, with_gradient, call.label)
                 if plain is not None:
                     others[name] = plain
         if self.stage != stage:
@@ -434,7 +432,8 @@ class Microbatch:
         before, after, written = self._run(call, here, others)
         if contract is None:
             return self._told(call, here, (before, after, written))
-        self._check(call, here, before, after, written)
+        tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
+        require_kept(contract, call.label, arguments, tensors, before, after, written)
         return self._given(call, here, after.new)
 
     def _run(
@@ -461,55 +460,6 @@ class Microbatch:
             after = Outcome(nodes, tensors, result)
             written = [at for at, x in enumerate(tensors) if _version_of(x) != versions[at]]
         return before, after, written
-
-    def _check(
-        self,
-        call: _Call,
-        here: dict[int, Tensor],
-        before: Outcome | None,
-        after: Outcome,
-        written: list[int],
-    ) -> None:
-        """Compares what a call gave and did with its contract."""
-        assert call.contract is not None
-        expected, changes = call.contract.specs, call.contract.changes
-        tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
-        with without_torch_function_of_subclasses():
-            found = specs_of(after.new, tensors)
-        num_nodes = len(call.arguments.nodes)
-        states = dict(enumerate(after.states[num_nodes:], num_nodes))
-        if before is not None:
-            states = after.changes_from(before)
-        if not set(written) <= call.contract.written.keys() or states.keys() != changes.keys():
-            raise LayerError(
-                f"`{call.label}` writes to an argument, or changes an object, where its run without"
-                " values did not, or does not where that did. Do it in every call, and not only if"
-                " values say so; or return something new."
-            )
-        if not same_numbers(after.result, call.contract.result) or not all(
-            same_numbers(states[at], changes[at]) for at in changes
-        ):
-            raise LayerError(
-                f"`{call.label}` returned, or kept, a Python number or text that its run without"
-                " values did not. Numbers that depend on the values of tensors, or on what no"
-                " argument tells, have to be tensors."
-            )
-        if len(found) != len(expected) or any(
-            one[0] != other[0] or one[2:] != other[2:]
-            for one, other in zip(found, expected, strict=True)
-        ):
-            raise LayerError(
-                f"`{call.label}` gave {_listed(found)} where its run without values gave"
-                f" {_listed(expected)}. Results whose number, shape or type depends on the values"
-                " of tensors, in a way that only the values tell, are not supported here."
-            )
-        for one, other in zip(found, expected, strict=True):
-            if not _have_same_layout(one, other):
-                raise LayerError(
-                    f"`{call.label}` gave a tensor of shape {tuple(one.shape)} with the strides"
-                    f" {one.stride} where its run without values gave {other.stride}. With another"
-                    " layout other stages would compute other bits: return `x.contiguous()`."
-                )
 
     def _expected(self, call: _Call) -> Any:
         """What stands for the results of a call at another stage, by its contract."""
@@ -548,7 +498,7 @@ class Microbatch:
             memories.append(memory)
             account = Account(call.stage, spec.requires_grad, tensor, memory)
             account.era = self._era
-            values.append(Value(spec, self._core.device, account))
+            values.append(Value(spec, self.core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if not isinstance(target, PLACED):
@@ -558,11 +508,11 @@ class Microbatch:
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             if isinstance(target, StepBuffer):
-                self._core.move_buffer(target, call.stage, kept)
+                self.core.move_buffer(target, call.stage, kept)
                 kept = None if kept is None else target
             account.begin(call.stage, kept)
-            if target in self._accounts:
-                self._core.written.add(target)
+            if target in self.accounts:
+                self.core.written.add(target)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -588,12 +538,12 @@ class Microbatch:
                     self._require_own(tensors[at], call.label)
             told = after.result, after.changes_from(before), specs, needs
             new = after.new
-        result, changes, specs, written_to = self._read(told, call.stage, call.label)
+        result, changes, specs, written_to = self.tell(told, call.stage, call.label)
         return self._values(
             call, here, specs, new or [None] * len(specs), result, changes, written_to
         )
 
-    def _read(self, told: Any, stage: int, label: str) -> Any:
+    def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
         key = self._key(stage, Kind.READ)
         if self.stage != stage:
@@ -648,87 +598,11 @@ class Microbatch:
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
-        value = Value(spec, self._core.device, Account(stage, False, None))
+        value = Value(spec, self.core.device, Account(stage, False, None))
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
-
-    # --- gradients ---
-
-    def train(self, parameter: Tensor, requires_grad: bool) -> Tensor:
-        """Freezes or thaws a parameter, from here in the step on."""
-        self._core.switched.setdefault(parameter, parameter.requires_grad)
-        account = self._accounts.get(parameter)
-        if account is not None:
-            account.requires_grad = requires_grad
-        with without_torch_function_of_subclasses():
-            return parameter.requires_grad_(requires_grad)
-
-    def gradient_of(self, tensor: Tensor) -> Tensor | None:
-        """The attribute ``grad`` of a parameter or a value: a value of the same stage."""
-        self._note_gradient()
-        if not isinstance(tensor, StepParameter):
-            return self._told_gradients([tensor])[tensor]
-        if self.gradients is None:
-            self.gradients = self._told_gradients(self._core.all_parameters())
-        gradient = self.gradients[tensor]
-        if self._core.parameter_owners[tensor] == self.stage:
-            known = gradient.account.tensor if isinstance(gradient, Value) else None
-            if _plain_gradient(tensor) is not known:
-                raise LayerError(
-                    f"The gradient of a parameter ({user_line()}) was replaced by code that does"
-                    " not run in the step, after the step had asked for it."
-                )
-        return gradient
-
-    def set_gradient(self, tensor: Tensor, gradient: Tensor | None = None) -> None:
-        """Sets the attribute ``grad`` of a parameter or a value."""
-        self._note_gradient()
-        if isinstance(tensor, StepParameter):
-            self._core.place_parameters([tensor], ())
-        account, plain = self.account_of(tensor), gradient
-        if isinstance(gradient, PLACED):
-            plain = self._at(gradient, account.owner, False, "grad")
-        if self.stage == account.owner:
-            assert account.tensor is not None
-            with without_torch_function_of_subclasses():
-                account.tensor.grad = None if plain is None else plain.detach()
-        if gradient is not None:
-            self.gradients = None
-        elif self.gradients is not None and tensor in self.gradients:
-            self.gradients[tensor] = None
-
-    def _note_gradient(self) -> None:
-        self._note("grad", ())
-        if self.has_later_backward:
-            raise LayerError(
-                f"The step uses `.grad` ({user_line()}), and its backward runs later, among those"
-                " of other microbatches. Use gradients in `on_before_optimizer_step`, or with"
-                " manual optimization, behind `manual_backward`."
-            )
-
-    def _told_gradients(self, tensors: Sequence[Tensor]) -> dict[Tensor, Tensor | None]:
-        """The gradients of tensors; their owners tell which are there."""
-        found: dict[Tensor, Tensor | None] = {}
-        accounts = [(tensor, self.account_of(tensor)) for tensor in tensors]
-        for stage in range(self.mailbox.num_stages):
-            owned = [(tensor, account) for tensor, account in accounts if account.owner == stage]
-            if not owned:
-                continue
-            here: list[Tensor | None] = [None] * len(owned)
-            if stage == self.stage:
-                plain = [account.tensor for _, account in owned]
-                here = [None if x is None else _plain_gradient(x) for x in plain]
-            with without_torch_function_of_subclasses():
-                told = [None if x is None else spec_of(x) for x in here]
-            specs = self._read(told, stage, "grad")
-            for (tensor, _), spec, gradient in zip(owned, specs, here, strict=True):
-                found[tensor] = None
-                if spec is not None:
-                    account = Account(stage, False, gradient)
-                    found[tensor] = Value(spec, self._core.device, account)
-        return found
 
     # --- the backward ---
 
@@ -749,7 +623,7 @@ class Microbatch:
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
                 " the losses; compute second derivatives inside of one layer."
             )
-        self._note("backward", ())
+        self.note("backward", ())
         self._require_new(loss, "backward")
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -773,7 +647,7 @@ class Microbatch:
         self._num_backwards += 1
         self.gradients = None
         self._new_token()
-        for tensor, account in self._accounts.items():
+        for tensor, account in self.accounts.items():
             self._begin_parameter(tensor, account)
 
 
@@ -782,21 +656,8 @@ def _described(tensor: Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _plain_gradient(tensor: Tensor) -> Tensor | None:
-    with without_torch_function_of_subclasses():
-        return tensor.grad if tensor.is_leaf else None
-
-
 def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _have_same_layout(one: Spec, other: Spec) -> bool:
-    """Whether two specs have the same strides, where these matter."""
-    if one.stride == other.stride or 0 in one.shape:
-        return True
-    both = zip(one.shape, one.stride, other.stride, strict=True)
-    return all(a == b for size, a, b in both if size > 1)
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:
@@ -824,76 +685,3 @@ class _Bare(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls it."""
         return self._forward(*args, **kwargs)
-
-
-def _listed(specs: Sequence[Spec]) -> str:
-    return ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in specs) or "no tensors"
-
-
-def user_line() -> str:
-    """The file and line of the user's code that runs now."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_OURS):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "no line of Python"
-
-
-# --- functions that are no operations ---
-
-
-def _over_rows(microbatch: Microbatch, tensor: Tensor) -> Any:
-    return iter(tensor.unbind(0))
-
-
-def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
-    return tensor.detach()
-
-
-def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    if isinstance(tensor, StepParameter):
-        return microbatch.train(tensor, requires_grad)
-    account = microbatch.account_of(tensor)
-    account.requires_grad = requires_grad
-    with without_torch_function_of_subclasses():
-        tensor.requires_grad_(requires_grad)
-        if account.tensor is not None and account.owner == microbatch.stage:
-            account.tensor.requires_grad_(requires_grad)
-    return tensor
-
-
-def _refused(what: str, advice: str) -> Callable[..., Any]:
-    """A function that says why something is not supported on values."""
-
-    def refuse(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
-        raise LayerError(
-            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
-        )
-
-    return refuse
-
-
-_GRAD: Any = Tensor.grad
-_WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
-_HOOK = "register a hook on the parameters, or call it inside of the layer."
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.backward: Microbatch.backward,
-    _GRAD.__get__: Microbatch.gradient_of,
-    _GRAD.__set__: Microbatch.set_gradient,
-    _GRAD.__delete__: Microbatch.set_gradient,
-    Tensor.__iter__: _over_rows,
-    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
-    Tensor.set_: _refused("`set_`", _WRITE),
-    Tensor.requires_grad_: _require_gradient,
-    Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
-    Tensor.register_hook: _refused("`register_hook`", _HOOK),
-    Tensor.retain_grad: _refused("`retain_grad`", _HOOK),
-    torch.autograd.grad: _refused(
-        "`torch.autograd.grad`",
-        "call it inside of one layer, or call `backward` and use `.grad`.",
-    ),
-}

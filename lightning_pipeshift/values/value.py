@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -185,3 +186,18 @@ def name_of(function: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return name
+
+
+# Code of these folders is not the user's.
+_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
+
+
+def user_line() -> str:
+    """The file and line of the user's code that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_OURS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "no line of Python"
