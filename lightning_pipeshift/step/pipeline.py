@@ -39,11 +39,9 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserS
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
-from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import run_by, set_program
 
-# The turn of what runs outside of steps.
-_OUTSIDE = -1
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
 
@@ -143,6 +141,12 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if not getattr(self.root, "automatic_optimization", True):
+            # Optimizers step in the middle of a step: one stage has the state of each parameter.
+            for use in holdings.uses:
+                self.core.parameter_owners.setdefault(use.parameter, 0)
+                if len(holdings.holders_of(use.parameter)) > 1:
+                    self.core.written.add(use.parameter)
         self._engine = Engine(self.core)
         self._evaluated: list[_Evaluated] = []
         self._recorder.current = _Recording()
@@ -151,15 +155,14 @@ class ValuePipeline(Pipeline):
     def _begin_outside(self) -> None:
         """Runs operations on values between two steps, from now on."""
         assert self.core is not None
-        program = Microbatch(self.core, self.core.num_steps, 0, _OUTSIDE)
+        program = Microbatch(self.core, self.core.num_steps, 0, OUTSIDE)
         set_program(program, self.channels.device)
 
     def _share(self, mine: Any, source: int) -> Any:
         return self.channels.share_object(mine, source)
 
     def gathered(self, tree: Any) -> Any:
-        """A structure with tensors in host memory in the place of values. Every stage calls this.
-        """
+        """A structure with tensors in host memory in the place of values. Every stage calls this."""
         return gathered(tree, self.channels.stage, self._share)
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -208,9 +211,7 @@ class ValuePipeline(Pipeline):
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         return report
 
-    def _run_microbatches(
-        self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]
-    ) -> Report:
+    def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
         assert self.holdings is not None
         sizes = [size for _, size in slices]
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
@@ -243,6 +244,30 @@ class ValuePipeline(Pipeline):
             self.holdings.sum_shared()
         report = self._report(losses, given)
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
+        return report
+
+    @purpose("a training step")
+    def manual_step(self, given: TrainingBatch) -> Report:
+        """Runs a training step that calls ``backward`` and the optimizers itself: with the whole
+        batch, as one microbatch.
+        """
+        self._note_begin()
+        self.channels.settle()
+        self._check_batch(given.batch, given.batch_idx)
+        key = self._key("train", given.step_number, 0)
+        self._prepare(key, given.step, given.batch, given.optimizers, final=True, trains=True)
+        self._votes.before_step(given, [])
+        row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
+        function = partial(_run_step, given.step, self.root)
+        (result,) = self._in_step("train", given.step_number, [given.batch], function, row)
+        size = size_or_one(given.batch)
+        logs = merge_logs([self._recorder.take()], [size], [float(size)])
+        result, logs = self.gathered((result, logs))
+        report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
+        self._num_microbatches_done += 1
+        self._votes.after_step(given, [], report)
+        self.is_to_end = self._votes.are_for_end
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         return report
 
     def _weighed(self, loss: Tensor, losses: Losses, turn: int, given: TrainingBatch) -> Tensor:
@@ -316,7 +341,9 @@ class ValuePipeline(Pipeline):
         """See :class:`Pipeline`."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
-        found = self.gathered([(one.result, each) for one, each in zip(evaluated, logs, strict=True)])
+        found = self.gathered(
+            [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
+        )
         return [Report(result, logged, []) for result, logged in found]
 
     @property

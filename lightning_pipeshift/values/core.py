@@ -88,6 +88,9 @@ class Core:
         self.holders = holders
         self.written: set[Tensor] = set()
         """The parameters that steps have written to: only their owners have the new bytes."""
+        self.parameter_numbers = {
+            tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
+        }
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
@@ -176,7 +179,9 @@ class Core:
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
+        self.mailbox.pass_phase(2 * self.num_steps + 1)
         self.num_steps += 1
+        self.mailbox.forget(self.num_steps)
         self.switched.clear()
 
     @contextmanager
@@ -201,6 +206,7 @@ class Core:
         """
         for microbatch in microbatches:
             self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
+        self.mailbox.pass_phase(2 * self.num_steps)
         self.mailbox.finish(self.num_steps)
 
     def held(self) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of, version_of
+from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of
 from lightning_pipeshift.values.arguments import is_node, parts_of
+from lightning_pipeshift.values.value import version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
 NO_STATE = MODULE_TABLES | frozenset(nn.Module().__dict__) | {"forward"}
@@ -73,49 +74,66 @@ class Watch:
         # All that is watched is kept here, so no `id` is used again meanwhile.
         seen: dict[int, Any] = {}
         self._marks: dict[Attribute, Any] = {}
-        self._looks: list[tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]] = []
+        # Tables, their sizes, and what is watched in them.
+        self._tables: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        # What else is compared, by identity and by value.
+        self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         for path, module in self._layer.named_modules():
-            own = [
-                name
-                for name in module.__dict__
-                if name not in NO_STATE and Attribute(path, name, False) not in self._without
-            ]
-            self._looks.append(_looked(partial(_values, module.__dict__, own)))
-            for name in own:
-                self._marks[Attribute(path, name, False)] = mark(module.__dict__[name], seen)
-            self._add_buffers(path, buffers_of(module))
+            buffers = buffers_of(module)
+            for table, is_buffer in ((module.__dict__, False), (buffers, True)):
+                own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
+                watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
+                self._tables.append((table, len(table), [(at.name, x) for at, x in watched]))
+                for attribute, x in watched:
+                    mark_of = id if is_buffer else partial(mark, seen=seen)
+                    self._marks[attribute] = mark_of(x)
+            if any(Attribute(path, name, True) in self._shared for name in buffers):
+                # Norms write to some of their buffers without counting that: one is for all.
+                look = partial(_versions, buffers)
+                self._contents.append((look, look()))
+                for name in buffers:
+                    attribute = Attribute(path, name, True)
+                    if self._is_watched(attribute):
+                        self._marks[attribute] = id(buffers[name]), *look()
         for x in seen.values():
             if isinstance(x, Tensor):
-                self._contents.append(_looked(partial(version_of, x)))
+                self._contents.append((partial(version_in, x), version_in(x)))
             elif isinstance(x, np.ndarray):
-                self._contents.append(_looked(x.tobytes))
+                self._contents.append((x.tobytes, x.tobytes()))
             else:
-                self._looks.append(_looked(partial(_inside, x)))
+                self._inside.append((x, _inside(x)))
 
-    def _add_buffers(self, path: str, buffers: dict[str, Tensor | None]) -> None:
-        def versions() -> list[int]:
-            return [version_of(x) for x in buffers.values() if x is not None]
+    def _is_watched(self, attribute: Attribute) -> bool:
+        is_state = attribute.is_buffer or attribute.name not in NO_STATE
+        return is_state and attribute not in self._without
 
-        for name, buffer in buffers.items():
-            attribute = Attribute(path, name, True)
-            if attribute not in self._without:
-                is_shared = attribute in self._shared
-                # Norms write to some of their buffers without counting that.
-                self._marks[attribute] = id(buffer), versions() if is_shared else None
-                self._looks.append(_looked(partial(_values, buffers, [name])))
-                if is_shared:
-                    self._contents.append(_looked(versions))
+    def _is_same(self) -> bool:
+        for table, size, watched in self._tables:
+            if len(table) != size:
+                return False
+            for name, x in watched:
+                if table.get(name) is not x:
+                    return False
+        for x, before in self._inside:
+            now = _inside(x)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return False
+        return all(look() == before for look, before in self._contents)
 
     def look(self) -> set[Attribute]:
         """Returns the attributes that have changed."""
-        if all(map(_is_same, self._looks)) and all(look() == x for look, x in self._contents):
+        if self._is_same():
             return set()
-        marks, kept = self._marks, self._looks
+        kept, marks = (self._tables, self._inside), self._marks
         self._begin()
         del kept
         both = {*marks, *self._marks}
         return {name for name in both if marks.get(name) != self._marks.get(name)}
+
+
+def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
+    return [version_in(x) for x in buffers.values() if x is not None]
 
 
 def shared_buffers(layers: Sequence[nn.Module]) -> list[dict[Attribute, Tensor]]:
@@ -131,20 +149,6 @@ def shared_buffers(layers: Sequence[nn.Module]) -> list[dict[Attribute, Tensor]]
     ]
     uses = Counter(x for table in found for x in {id(buffer) for buffer in table.values()})
     return [{name: x for name, x in table.items() if uses[id(x)] > 1} for table in found]
-
-
-def _looked(look: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    return look, look()
-
-
-def _is_same(looked: tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]) -> bool:
-    look, before = looked
-    now = look()
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _values(table: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
-    return (*map(table.get, names), len(table))
 
 
 def _inside(node: Any) -> tuple[Any, ...]:
@@ -165,7 +169,7 @@ def mark(x: Any, seen: dict[int, Any]) -> Any:
     """
     if isinstance(x, Tensor):
         seen[id(x)] = x
-        return id(x), version_of(x)
+        return id(x), version_in(x)
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, tuple):

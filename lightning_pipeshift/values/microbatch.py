@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
     storage_use_count,
-    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -47,6 +46,7 @@ from lightning_pipeshift.values.value import (
     name_of,
     run_by,
     user_line,
+    version_in,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 # Functions whose results' shapes depend on floats.
 _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
 DIGEST_MASK = (1 << 48) - 1
+OUTSIDE = -1
+"""The turn of what runs outside of steps."""
+# Values up to this size are kept to the end of the next run, for stages that read them alone.
+_KEPT_BYTES = 4096
 # A tensor, and the Python object of its storage.
 _USES_OF_ONE = 2
 
@@ -100,7 +104,7 @@ class Microbatch:
         self.core, self.mailbox, self.stage = core, core.mailbox, core.stage
         self._run_number, self._step, self.turn = run_number, step, turn
         # Of messages, of calls of layers, and of operations that run at one stage.
-        self._serial = self._num_layers = self._num_operations = 0
+        self._serial = self._num_layers = self._num_operations = self._num_values = 0
         self.digest = core.digest
         self.accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
@@ -240,6 +244,8 @@ class Microbatch:
         special = SPECIAL.get(function)
         if special is not None:
             return special(self, *args, **kwargs)
+        if function in READS:
+            return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
@@ -248,9 +254,7 @@ class Microbatch:
         try:
             contract = core.contracts[key]
         except KeyError:
-            contract = None
-            if function not in READS:
-                contract = core.finder.find(function, args, kwargs)
+            contract = core.finder.find(function, args, kwargs)
             core.keep(key, contract)
         label = name_of(function)
         self.note(label, args)
@@ -270,6 +274,64 @@ class Microbatch:
             "operation", core.seed, self._step, self.turn, self._num_operations
         )
         return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    # --- reads ---
+
+    def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function that reads values into Python, on this rank. Other ranks need not read
+        them: so this is no operation of the program.
+        """
+        label = name_of(function)
+        arguments = Arguments((args, kwargs), id)
+        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
+        self._place_parameters(placed)
+        plain = {id(x): self._read_here(x, label) for x in placed}
+        with run_by(None), without_torch_function_of_subclasses():
+            plain_args, plain_kwargs = copied((args, kwargs), lambda x: plain.get(id(x), x), {})
+            return function(*plain_args, **plain_kwargs)
+
+    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+        """A value's tensor without its gradient. The owner tells it to all stages; another stage
+        asks for it, since the owner may not read it.
+        """
+        account = self.account_of(tensor)
+        account.refresh()
+        here, key = account.tensor, self._read_key(tensor, account)
+        if account.owner == self.stage:
+            assert here is not None
+            with without_torch_function_of_subclasses():
+                here = here.detach()
+                self.mailbox.tell(key, self._place(label), here)
+        elif here is None and account.seen is not None and account.seen[0] == account.version:
+            here = account.seen[1]
+        elif here is None:
+            place = self._place(label)
+            if not self.mailbox.has(key):
+                self.mailbox.ask(key, place, 2 * self._run_number + (self.turn == OUTSIDE))
+            message = self.receive(key, place)
+            with without_torch_function_of_subclasses():
+                here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+            account.seen = account.version, here
+        return here.detach()
+
+    def _read_key(self, tensor: Tensor, account: Account) -> Key:
+        if account.name is None:
+            # A parameter: it changes between two steps, but not in one.
+            number = -1 - self.core.parameter_numbers[tensor]
+            part = self._num_backwards
+            return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
+        run, turn, number = account.name
+        return Key(account.owner, run, turn, Kind.READ, account.version, number)
+
+    def offer(self, account: Account) -> None:
+        """Lets other stages ask for a value of this one, if it is small."""
+        tensor = account.tensor
+        if account.name is None or tensor is None or self.mailbox.num_stages == 1:
+            return
+        run, turn, number = account.name
+        key = Key(self.stage, run, turn, Kind.READ, account.version, number)
+        is_small = tensor.nbytes <= _KEPT_BYTES
+        self.mailbox.offer(key, tensor.detach() if is_small else None)
 
     def _place_parameters(self, placed: Sequence[Tensor]) -> None:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
@@ -354,7 +416,7 @@ class Microbatch:
             changed: set[Attribute] = set()
             heard_forward = hearing(layer, core.forwards[number], hooked)
             forward = with_state(layer, heard_forward, state, watch, changed)
-            versions = list(map(_version_of, others.values()))
+            versions = list(map(version_in, others.values()))
             if others:
                 result = _called_with(layer, forward, others, run_args, run_kwargs)
             else:
@@ -369,7 +431,7 @@ class Microbatch:
                     " assign the attribute in every call, or return what it keeps, and not only if"
                     " values, or things outside of the layer, say so."
                 )
-            if versions != list(map(_version_of, others.values())):
+            if versions != list(map(version_in, others.values())):
                 raise LayerError(
                     f"`{label}` writes in place to a parameter that another stage holds, since a"
                     " layer there has it, too. Write to it between layers."
@@ -454,11 +516,11 @@ class Microbatch:
             # One of them holds the keyword arguments, and no call can change that.
             is_needed = call.contract is None or len(nodes) > 1
             before = Outcome(nodes, tensors) if is_needed else None
-            versions = list(map(_version_of, tensors))
+            versions = list(map(version_in, tensors))
             with call.stream:
                 result = call.function(others, args, kwargs)
             after = Outcome(nodes, tensors, result)
-            written = [at for at, x in enumerate(tensors) if _version_of(x) != versions[at]]
+            written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
         return before, after, written
 
     def _expected(self, call: _Call) -> Any:
@@ -496,23 +558,34 @@ class Microbatch:
                 if isinstance(shared, PLACED):
                     memory = self.account_of(shared).memory
             memories.append(memory)
-            account = Account(call.stage, spec.requires_grad, tensor, memory)
+            account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
             account.era = self._era
+            if tensor is not None:
+                with without_torch_function_of_subclasses():
+                    self.offer(account)
             values.append(Value(spec, self.core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if not isinstance(target, PLACED):
                 self._adopt(target, call.stage)
             account = self.account_of(target)
-            account.memory.write(call.stage)
+            sharing = account.memory.write(call.stage)
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             if isinstance(target, StepBuffer):
                 self.core.move_buffer(target, call.stage, kept)
                 kept = None if kept is None else target
             account.begin(call.stage, kept)
+            if account.name is not None:
+                self._name(account)
             if target in self.accounts:
                 self.core.written.add(target)
+            for other in sharing:
+                if other.owner == call.stage:
+                    other.refresh()
+                    if self.stage == call.stage:
+                        with without_torch_function_of_subclasses():
+                            self.offer(other)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -542,6 +615,18 @@ class Microbatch:
         return self._values(
             call, here, specs, new or [None] * len(specs), result, changes, written_to
         )
+
+    def new_account(
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory
+    ) -> Account:
+        """The account of the microbatch's next value."""
+        account = Account(owner, requires_grad, tensor, memory)
+        self._name(account)
+        return account
+
+    def _name(self, account: Account) -> None:
+        self._num_values += 1
+        account.name = self._run_number, self.turn, self._num_values
 
     def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
@@ -598,7 +683,8 @@ class Microbatch:
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
-        value = Value(spec, self.core.device, Account(stage, False, None))
+        account = self.new_account(stage, False, None, Memory())
+        value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
@@ -654,10 +740,6 @@ class Microbatch:
 def _described(tensor: Tensor) -> Any:
     """What of a tensor the shapes of a call's results may depend on."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:

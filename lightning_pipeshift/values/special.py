@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.contract import spec_of
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, user_line
 
@@ -112,7 +112,9 @@ def _told_gradients(
         for (tensor, _), spec, gradient in zip(owned, specs, here, strict=True):
             found[tensor] = None
             if spec is not None:
-                account = Account(stage, False, gradient)
+                account = microbatch.new_account(stage, False, gradient, Memory())
+                with without_torch_function_of_subclasses():
+                    microbatch.offer(account)
                 found[tensor] = Value(spec, microbatch.core.device, account)
     return found
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     make_wrapper_subclass,
+    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -178,6 +179,14 @@ class StepBuffer(Tensor):
 
 PLACED = (Value, StepParameter, StepBuffer)
 """The classes of tensors that one stage owns."""
+
+
+def version_in(tensor: Tensor) -> int:
+    """How often a plain tensor's memory was written to, where that is counted."""
+    if isinstance(tensor, Value) or tensor.is_inference():
+        return 0
+    with without_torch_function_of_subclasses():
+        return version_of(tensor)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -152,6 +152,22 @@ class Reads(Model):
         return loss + 0.01 * x[:, : int(best.argmax()) + 1].mean() + 0.1 * x[x > 0.3].sum()
 
 
+class ReadsAlone(Model):
+    """The first rank, and the last one, read values that others do not read."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        loss = self.loss(self.hidden(words), targets)
+        read: list[Any] = []
+        if dist.is_initialized() and dist.get_rank() == 0:
+            read = [loss.item(), f"{x.mean():.3f}"]
+        if dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
+            read = [x.mean().item()]
+        self.read_here = [*getattr(self, "read_here", []), *read]
+        return loss
+
+
 class Queue(Model):
     """Detached values of steps before are used."""
 
@@ -407,6 +423,7 @@ MODELS: dict[str, type[Model]] = {
         Skips,
         Scattered,
         Reads,
+        ReadsAlone,
         Queue,
         InPlace,
         Objects,
@@ -542,13 +559,6 @@ def other_numbers(model: Model, rank: int, words: Tensor) -> Tensor:
 def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.embedding(words)
     return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
-
-
-def one_more_read(model: Model, rank: int, words: Tensor) -> Tensor:
-    x = model.hidden(words).sum()
-    if rank == 0:
-        x.item()
-    return x + x.item()
 
 
 def into_a_view(model: Model, rank: int, words: Tensor) -> Tensor:

@@ -9,20 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_pipeshift.plan.schedule.actions import Kind
-from lightning_pipeshift.plan.schedule.schedules import schedule_named
-from lightning_pipeshift.step.engine import Engine
 from tests.unit.values import models
 from tests.unit.values.models import (
-    BATCH,
     LENGTH,
     MICROBATCHES,
     WIDTH,
-    WORDS,
     Block,
     Model,
     Trained,
@@ -397,24 +391,3 @@ def written_by_a_hook(model: Any, rank: int, words: Tensor) -> Any:
 def refused(step: Any) -> None:
     """Runs two steps on the ranks of a job, which end with an error."""
     models.refused(step, Refused)
-
-
-def lone_reader() -> None:
-    """One rank reads in the last microbatch, and the other is then in a collective."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(7)
-    model, mailbox = Model(), models.connected()
-    words = [torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)]
-
-    def step(batch: Tensor, number: int) -> Any:
-        loss = model.hidden(batch).sum()
-        if number == 1 and mailbox.stage == 0:
-            loss.item()
-        return loss
-
-    core = models.core_of(model, mailbox)
-    with core.placed():
-        row = schedule_named("1f1b")(mailbox.num_stages, 2)[mailbox.stage]
-        Engine(core).run(0, words, step, [one for one in row if one.kind is Kind.FORWARD])
-    dist.barrier()

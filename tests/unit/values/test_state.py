@@ -17,7 +17,6 @@ from tests.unit.values.state_models import (
     hidden_change,
     hidden_item,
     hidden_write,
-    lone_reader,
     on_stages,
     other_layout,
     refused,
@@ -69,10 +68,3 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
 def test_what_is_refused_is_told_with_advice(step: Callable[..., object], advice: str) -> None:
     outcomes = run_ranks(refused, 2, step, grace=1, expect_failure=True)
     assert advice in "\n".join(outcome.message for outcome in outcomes if outcome.failed)
-
-
-def test_a_lone_reader_is_told_that_the_others_have_gone_on() -> None:
-    outcomes = run_ranks(lone_reader, 2, grace=1, expect_failure=True)
-    (said,) = (outcome.message for outcome in outcomes if outcome.error_type == "LayerError")
-    assert "went on without it" in said
-    assert "state_models.py:" in said
