@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running
 
 
@@ -59,8 +60,12 @@ class ValueTraining(TrainingSteps):
             with run_by(program):
                 return closure()
 
-        with run_by(None):
-            return step(in_step)
+        assert isinstance(program, Microbatch)
+        try:
+            with run_by(None):
+                return step(in_step)
+        finally:
+            program.gradients = None
 
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """See :class:`TrainingSteps`."""

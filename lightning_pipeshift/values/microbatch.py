@@ -646,7 +646,15 @@ class Microbatch:
         history that stays elsewhere.
         """
         assert call.contract is not None
-        account = self.account_of(call.arguments.tensors[at])
+        target = call.arguments.tensors[at]
+        account = self.account_of(target)
+        stays = isinstance(target, StepParameter) or (isinstance(target, Value) and target.stays)
+        if stays and account.owner != call.stage:
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes to parameters or gradients of several"
+                " stages at once, or in a layer of another stage. Write to each by itself"
+                " (`foreach=False`, or `for p in ...: p.mul_(2)`)."
+            )
         others = [
             self.account_of(call.arguments.tensors[other])
             for other in call.contract.used - {at}

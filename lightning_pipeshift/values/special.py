@@ -115,7 +115,8 @@ def _told_gradients(
                 account = microbatch.new_account(stage, False, gradient, Memory())
                 with without_torch_function_of_subclasses():
                     microbatch.offer(account)
-                found[tensor] = Value(spec, microbatch.core.device, account)
+                found[tensor] = value = Value(spec, microbatch.core.device, account)
+                value.stays = True
     return found
 
 

@@ -110,6 +110,8 @@ class Value(Tensor):
     """
 
     account: Account
+    stays = False
+    """Whether the stage of a value's memory must not change: a parameter has it as its gradient."""
 
     @staticmethod
     def __new__(cls, spec: Spec, device: torch.device, account: Account) -> Value:

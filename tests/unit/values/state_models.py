@@ -125,7 +125,7 @@ class Clips(Model):
             assert parameter.grad is not None
             parameter.grad *= 0.5
         first = next(self.blocks[2].parameters())
-        first.grad = None if number else first.grad * 3.0  # type: ignore[operator]
+        first.grad = None if number else first.grad * 3.0  # type: ignore[operator,assignment]
         self.noted.append(norm.item())
         self.noted.append([x.grad is None for x in self.parameters()])
         self.noted.append(
@@ -252,7 +252,7 @@ class Patched(Model):
         first.forward = types.MethodType(_twice, first)
         assert isinstance(second, Block)
         plain = second.norm.forward
-        second.norm.forward = lambda x: 2.0 * plain(x)  # type: ignore[method-assign]
+        second.norm.forward = lambda x: 2.0 * plain(x)  # type: ignore[method-assign,assignment]
         third.forward = lambda x: Block.forward(third, x)[:, 1:]  # type: ignore[arg-type]
 
     def step(self, batch: Any, number: int) -> Any:
@@ -378,6 +378,13 @@ def early_gradient(model: Any, rank: int, words: Tensor) -> Any:
 def common_leaf(model: Any, rank: int, words: Tensor) -> Any:
     noise = torch.zeros(WIDTH, requires_grad=True)
     return (model.hidden(words) + noise).sum()
+
+
+def several_stages(model: Any, rank: int, words: Tensor) -> Any:
+    weights = [model.embedding.weight, model.head.weight]
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 0.5)
+    return model.hidden(words).sum()
 
 
 def written_by_a_hook(model: Any, rank: int, words: Tensor) -> Any:

@@ -20,6 +20,7 @@ from tests.unit.values.state_models import (
     on_stages,
     other_layout,
     refused,
+    several_stages,
     written_by_a_hook,
 )
 
@@ -62,6 +63,7 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
         (other_layout, "contiguous()"),
         (early_gradient, "on_before_optimizer_step"),
         (common_leaf, "Make it a parameter of the module"),
+        (several_stages, "foreach=False"),
         (written_by_a_hook, "may only look"),
     ],
 )
