@@ -95,7 +95,7 @@ class Listens(Model):
             warnings.simplefilter("ignore")
             for block in self.blocks:
                 assert isinstance(block, Block)
-                nn.utils.weight_norm(block.up)  # type: ignore[no-untyped-call]
+                nn.utils.weight_norm(block.up)
 
     def step(self, batch: Any, number: int) -> Any:
         taken: list[Tensor] = []
