@@ -28,7 +28,8 @@ from tests.unit.values.state_models import (
 @lru_cache
 def trained(stages: int) -> list[list[Trained]]:
     """All models on all ranks, in one job: ranks take time to start."""
-    return run_ranks(on_stages, stages, [(name, "1f1b", False) for name in NAMES])
+    cases = [(name, "1f1b", False) for name in NAMES]
+    return run_ranks(on_stages, stages, cases, timeout=600)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
