@@ -397,6 +397,24 @@ def set_forward_hooks(module: nn.Module, hooks: Any, with_kwargs: Any) -> None:
     module.__dict__["_forward_hooks_with_kwargs"] = with_kwargs
 
 
+_HOOK_TABLES: Final = tuple(
+    f"_forward_{kind}"
+    for kind in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs")
+)
+
+
+def hook_tables(module: nn.Module) -> tuple[Any, ...]:
+    """A module's hooks before its forward, by number, and those of them that take keyword
+    arguments; then the same of its forward hooks.
+    """
+    return tuple(map(module.__dict__.__getitem__, _HOOK_TABLES))
+
+
+def set_hook_tables(module: nn.Module, tables: tuple[Any, ...]) -> None:
+    """Replaces what :func:`hook_tables` returns."""
+    module.__dict__.update(zip(_HOOK_TABLES, tables, strict=True))
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """A module's own buffers that are in its state dict. To make a state dict would call the user's
     hooks.

@@ -13,6 +13,7 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running
 
 
@@ -60,8 +61,12 @@ class ValueTraining(TrainingSteps):
             with run_by(program):
                 return closure()
 
-        with run_by(None):
-            return step(in_step)
+        assert isinstance(program, Microbatch)
+        try:
+            with run_by(None):
+                return step(in_step)
+        finally:
+            program.gradients = None
 
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """See :class:`TrainingSteps`."""

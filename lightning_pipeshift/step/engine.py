@@ -55,6 +55,8 @@ class SuspendableMicrobatch(Microbatch):
         self.root: Any = None
         """The loss, divided by the number of microbatches; ``None`` to skip the backward."""
         self.is_done = False
+        self.flags: dict[torch.Tensor, bool] = {}
+        """Of the parameters that were frozen or thawed: whether the backward trains them."""
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for."""
         self._engine, self._outside = getcurrent(), outside
@@ -62,9 +64,10 @@ class SuspendableMicrobatch(Microbatch):
         self._stream = core.seed, step, turn
 
     def _step_through(self, body: Callable[[Any], Any]) -> None:
-        seed_generators(self._core.device, "step", *self._stream)
+        seed_generators(self.core.device, "step", *self._stream)
         with run_by(self):
             self.result = body(self)
+        self.flags = {x: x.requires_grad for x in self.core.switched}
         self.is_done = True
 
     def advance(self) -> None:
@@ -76,7 +79,7 @@ class SuspendableMicrobatch(Microbatch):
         can_wait = getcurrent() is self._greenlet and not self.is_in_backward
         if can_wait and not torch.is_inference_mode_enabled() and not self.mailbox.has(key):
             self.waits_for = key, place
-            state = ThreadState(self._core.device)
+            state = ThreadState(self.core.device)
             self._outside.restore()
             with run_by(None):
                 self._engine.switch()
@@ -151,6 +154,7 @@ class Engine:
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
+            microbatch.has_later_backward = with_backward
             everything.append(microbatch)
             advance(microbatch)
 
@@ -221,7 +225,7 @@ class Engine:
         if is_last and self._before_last_backward is not None:
             self._before_last_backward()
         if microbatch.root is not None:
-            with run_by(microbatch):
+            with self._core.trained_as(microbatch.flags), run_by(microbatch):
                 microbatch.backward(microbatch.root)
         microbatch.root = None
         return True

@@ -8,11 +8,13 @@ it gives back, in a form without tensors that other stages can apply to their ow
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,14 +38,23 @@ _WHOLE = (
     range,
     property,
 )
-_ITEM, _KEY, _ATTRIBUTE = "item", "key", "attribute"
+_ITEM, _KEY, _ATTRIBUTE, _ARRAY = "item", "key", "attribute", "array"
 _BY_VALUE = (int, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+
+# Longer contents count in a key by their digest.
+_LONG_BYTES = 64
 
 Part = tuple[tuple[str, Any], Any]
 
 
 def is_node(x: object) -> bool:
-    """Whether a value is a container or an object that a call could change."""
+    """Whether a value is a container or an object that a call could change. A set is one if its
+    order can be the same on all stages.
+    """
+    if isinstance(x, set):
+        return all(isinstance(item, (*_BY_VALUE, float, tuple)) for item in x)
+    if isinstance(x, np.ndarray):
+        return type(x) is np.ndarray and not x.dtype.hasobject
     return isinstance(x, list | dict | deque) or (
         hasattr(x, "__dict__") and not isinstance(x, (*_WHOLE, Tensor, tuple))
     )
@@ -56,13 +67,20 @@ def parts_of(node: Any) -> list[Part]:
         found += (((_ITEM, at), x) for at, x in enumerate(node))
     elif isinstance(node, dict):
         found += (((_KEY, key), x) for key, x in node.items())
+    elif isinstance(node, set):
+        found += (((_ITEM, at), x) for at, x in enumerate(sorted(node, key=repr)))
+    elif isinstance(node, np.ndarray):
+        found.append(((_ARRAY, (node.dtype, node.shape)), node.tobytes()))
     if hasattr(node, "__dict__"):
         found += (((_ATTRIBUTE, name), x) for name, x in node.__dict__.items())
     return found
 
 
-def _new_node(cls: Any) -> Any:
-    return cls() if cls in (list, dict, deque) else cls.__new__(cls)
+def _new_node(cls: Any, parts: Sequence[Part]) -> Any:
+    if cls is np.ndarray:
+        (((_, (dtype, shape)), _),) = parts
+        return np.empty(shape, dtype)
+    return cls() if cls in (list, dict, deque, set) else cls.__new__(cls)
 
 
 def _fill(node: Any, parts: Sequence[Part]) -> None:
@@ -75,6 +93,12 @@ def _fill(node: Any, parts: Sequence[Part]) -> None:
     elif isinstance(node, deque):
         deque.clear(node)
         deque.extend(node, items)
+    elif isinstance(node, set):
+        set.clear(node)
+        set.update(node, items)
+    elif isinstance(node, np.ndarray):
+        (((_, (dtype, shape)), content),) = parts
+        node[...] = np.frombuffer(content, dtype).reshape(shape)
     elif isinstance(node, dict):
         cls = OrderedDict if isinstance(node, OrderedDict) else dict
         cls.clear(node)
@@ -124,6 +148,8 @@ class Arguments:
         if isinstance(x, float):
             return (float, x if self._exact or x in (0.0, 1.0) else None)
         if isinstance(x, _BY_VALUE):
+            if isinstance(x, bytes) and len(x) > _LONG_BYTES:
+                x = hashlib.blake2b(x).digest()
             return (type(x), x)
         if isinstance(x, tuple):
             return (type(x), *map(self._scan, x))
@@ -160,8 +186,9 @@ def copied(x: Any, of_tensor: Callable[[Tensor], Any], memo: dict[int, Any]) -> 
     if not is_node(x):
         return x
     if id(x) not in memo:
-        memo[id(x)] = node = _new_node(type(x))
-        _fill(node, [(place, copied(part, of_tensor, memo)) for place, part in parts_of(x)])
+        parts = parts_of(x)
+        memo[id(x)] = node = _new_node(type(x), parts)
+        _fill(node, [(place, copied(part, of_tensor, memo)) for place, part in parts])
     return memo[id(x)]
 
 
@@ -287,7 +314,7 @@ def applied(
     """
     nodes = list(arguments.nodes)
     made = sorted(at for at in changes if at >= len(nodes))
-    nodes += [_new_node(changes[at].cls) for at in made]
+    nodes += [_new_node(*changes[at]) for at in made]
 
     def decoded(x: Any) -> Any:
         if isinstance(x, Argument):

@@ -32,6 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.arguments import (
     Arguments,
     Outcome,
@@ -39,10 +40,18 @@ from lightning_pipeshift.values.arguments import (
     arguments_in,
     copied,
     is_constant,
+    same_numbers,
 )
 from lightning_pipeshift.values.functions import OF_SHAPE
-from lightning_pipeshift.values.value import Spec, run_by
+from lightning_pipeshift.values.value import Spec, Value, run_by
 
+# Operations that write to two of their arguments, without counting it, in training.
+_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
+_STATISTICS, _IS_TRAINING = slice(3, 5), 5
 # The two runs with made-up sizes: results that differ depend on values.
 _MADE_UP = (1, 3)
 
@@ -114,7 +123,7 @@ class ContractFinder:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        marks: Callable[[], dict[Any, Any]] | None = None,
+        is_layer: bool = False,
     ) -> Contract | None:
         """Returns the contract of a call; ``None`` if what it gives depends on values.
 
@@ -122,14 +131,9 @@ class ContractFinder:
             function: what is called; a layer's has fake parameters.
             args: its arguments, with values and real tensors, which stay as they are.
             kwargs: its keyword arguments.
-            marks: of a layer, what tells whether its attributes were changed; the changed ones are
-                in :attr:`changed` then. A number that an operation returns, and not a layer, was
-                read from values.
+            is_layer: a number that an operation returns, and not a layer, was read from values.
         """
         self.num_runs += 1
-        self.changed: set[Any] = set()
-        is_layer = marks is not None
-        self._marks = marks or dict
         found = self._run(function, args, kwargs, None)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found
@@ -146,7 +150,15 @@ class ContractFinder:
     ) -> Contract | None:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         arguments = Arguments((args, kwargs), id)
-        with run_by(None), without_torch_function_of_subclasses(), self.fake_mode:
+        with_gradient = torch.is_grad_enabled()
+        # In inference mode no one counts writes.
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(with_gradient),
+            run_by(None),
+            without_torch_function_of_subclasses(),
+            self.fake_mode,
+        ):
             with torch.enable_grad():
                 stand_ins = [self._stand_in(tensor) for tensor in arguments.tensors]
             memo: dict[int, Any] = {}
@@ -157,12 +169,9 @@ class ContractFinder:
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
             watch = _Watch(made_up)
-            marked = self._marks()
             try:
                 with watch:
                     result = function(*fake_args, **fake_kwargs)
-                now = self._marks()
-                self.changed |= {name for name in now if now[name] != marked.get(name, now)}
                 after = Outcome(nodes, stand_ins, result)
                 specs = specs_of(after.new, stand_ins)
             except Exception:
@@ -182,7 +191,7 @@ class ContractFinder:
             written={
                 at: one.requires_grad
                 for at, one in enumerate(stand_ins)
-                if version_of(one) != versions[at]
+                if version_of(one) != versions[at] or id(one) in watch.written
             },
         )
 
@@ -209,12 +218,80 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
         new: the tensors that the call has made.
         arguments: the call's tensors, plain or fake.
     """
-    owners = {storage_key_of(one): at for at, one in reversed(list(enumerate(arguments)))}
+    owners = {
+        storage_key_of(one): at
+        for at, one in reversed(list(enumerate(arguments)))
+        if not isinstance(one, Value)
+    }
     specs = []
     for at, tensor in enumerate(new):
         shares = owners.setdefault(storage_key_of(tensor), -1 - at)
         specs.append(spec_of(tensor, None if shares == -1 - at else shares))
     return specs
+
+
+def require_kept(
+    contract: Contract,
+    label: str,
+    arguments: Arguments,
+    tensors: Sequence[Tensor],
+    before: Outcome | None,
+    after: Outcome,
+    written: Sequence[int],
+) -> None:
+    """Compares what a call gave and did with its contract, which the other stages go by.
+
+    Args:
+        contract: of the call.
+        label: its name.
+        arguments: its arguments.
+        tensors: those in them, plain.
+        before: the arguments before the call; ``None`` if it could not change them.
+        after: what it gave.
+        written: the numbers of the tensors that it has written to.
+
+    Raises:
+        LayerError: they differ.
+    """
+    changes = contract.changes
+    with without_torch_function_of_subclasses():
+        found = specs_of(after.new, tensors)
+    num_nodes = len(arguments.nodes)
+    states = dict(enumerate(after.states[num_nodes:], num_nodes))
+    if before is not None:
+        states = after.changes_from(before)
+    if not contract.written.keys() >= set(written) or states.keys() != changes.keys():
+        raise LayerError(
+            f"`{label}` writes to an argument, or changes an object, where its run without values"
+            " did not, or does not where that did. Do it in every call, and not only if values say"
+            " so; or return something new."
+        )
+    if not same_numbers(after.result, contract.result) or not all(
+        same_numbers(states[at], changes[at]) for at in changes
+    ):
+        raise LayerError(
+            f"`{label}` returned, or kept, a Python number or text that its run without values did"
+            " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
+            " to be tensors."
+        )
+    if [(x[0], *x[2:]) for x in found] != [(x[0], *x[2:]) for x in contract.specs]:
+        raise LayerError(
+            f"`{label}` gave {_listed(found)} where its run without values gave"
+            f" {_listed(contract.specs)}. Results whose number, shape or type depends on the values"
+            " of tensors, in a way that only the values tell, are not supported here."
+        )
+    for one, other in zip(found, contract.specs, strict=True):
+        both = zip(one.shape, one.stride, other.stride, strict=True)
+        if 0 not in one.shape and any(a != b for size, a, b in both if size > 1):
+            raise LayerError(
+                f"`{label}` gave a tensor of shape {tuple(one.shape)} with the strides"
+                f" {one.stride} where its run without values gave {other.stride}. With another"
+                " layout other stages would compute other bits: return `x.contiguous()`."
+            )
+
+
+def _listed(specs: Sequence[Spec]) -> str:
+    return ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in specs) or "no tensors"
 
 
 class _Watch(OperationMode):
@@ -227,6 +304,7 @@ class _Watch(OperationMode):
     def __init__(self, made_up: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
+        self.written: set[int] = set()
         self._made_up = made_up
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -234,6 +312,8 @@ class _Watch(OperationMode):
             self.used.update(
                 id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             )
+        if func in _NORMS and args[_IS_TRAINING]:
+            self.written.update(map(id, args[_STATISTICS]))
         size = self._made_up
         if size is None:
             return func(*args, **kwargs)

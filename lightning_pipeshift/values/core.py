@@ -9,16 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import apply_function
+from lightning_pipeshift.compat.torch_private import (
+    apply_function,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import copy_flags, fake_copy, kind_of
-from lightning_pipeshift.values.layer_state import Attribute
+from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
 
+# How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
+# a contract for each, and a setting that changes in each step makes a kind each.
+_MOST_CONTRACTS, _MOST_KINDS = 4096, 64
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
 
@@ -54,14 +60,26 @@ class Core:
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
+        self._own = [layer.__dict__.get("forward") for layer in self.layers]
         self.forwards = [layer.forward for layer in self.layers]
-        self.kinds = [kind_of(layer) for layer in self.layers]
-        self._fakes: dict[Any, nn.Module] = {}
+        # What layers of one kind have in common has a number, which is faster to compare.
+        self._kinds: dict[Any, int] = {}
+        self._num_kinds = 0
+        self._kind_numbers = [0] * len(self.layers)
+        self._fakes: dict[int, nn.Module | None] = {}
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
         self.modules = [list(layer.named_modules()) for layer in self.layers]
-        # The attributes that layers of a kind change, in the order in which they were found.
-        self._states: dict[Any, list[Attribute]] = {}
+        self.states: list[list[Attribute]] = [[] for _ in self.layers]
+        """The attributes that each layer changes when it is called, as far as they are known."""
+        self._families = [
+            tuple((name, type(module)) for name, module in modules) for modules in self.modules
+        ]
+        self._shared = shared_buffers(self.layers)
+        self._watches: list[Watch | None] = [None] * len(self.layers)
+        self.switched: dict[Tensor, bool] = {}
+        """The parameters that steps of this run have frozen or thawed, and whether they were
+        trained before."""
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
@@ -81,39 +99,79 @@ class Core:
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
-    def fake_of(self, number: int) -> nn.Module:
-        """A fake copy of a layer, or of one of its kind."""
-        kind = self.kinds[number]
+    def kind_of(self, number: int) -> tuple[int, Watch]:
+        """The number of a layer's kind, found again if its settings have changed, and what watches
+        its attributes.
+        """
+        watch, layer, state = self._watches[number], self.layers[number], self.states[number]
+        if watch is None or watch.look():
+            if watch is None:
+                watch = self._watches[number] = self.watch(number, layer)
+            kind = kind_of(layer, self._own[number], state)
+            if kind not in self._kinds:
+                self._num_kinds += 1
+                _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)
+            self._kind_numbers[number] = self._kinds[kind]
+        return self._kind_numbers[number], watch
+
+    def watch(self, number: int, layer: nn.Module) -> Watch:
+        """What watches the attributes of a layer, or of a copy of it."""
+        return Watch(layer, self.states[number], self._shared[number])
+
+    def fake_of(self, number: int) -> nn.Module | None:
+        """A fake copy of a layer, or of one of its kind; ``None`` if there can be none."""
+        kind, layer = self._kind_numbers[number], self.layers[number]
         if kind not in self._fakes:
-            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode, self.device)
+            forward, state = self._own[number], self.states[number]
+            fake = fake_copy(layer, forward, self.finder.fake_mode, self.device, state)
+            _put(self._fakes, kind, fake, _MOST_KINDS)
         fake = self._fakes[kind]
-        copy_flags(self.layers[number], fake)
+        if fake is not None:
+            copy_flags(layer, fake)
         return fake
 
-    def state_of(self, number: int) -> list[Attribute]:
-        """The attributes that a layer changes when it is called, as far as they are known."""
-        return list(self._states.get(self.kinds[number], ()))
-
     def add_state(self, number: int, changed: set[Attribute]) -> bool:
-        """Adds to :meth:`state_of`; returns whether there was anything new."""
-        known = self._states.setdefault(self.kinds[number], [])
-        new = sorted(changed - set(known))
-        known += new
+        """Adds to the state of a layer and of those with the same modules; returns whether there
+        was anything new.
+        """
+        new = changed - set(self.states[number])
+        buffers = {id(self._shared[number].get(attribute)) for attribute in new}
+        for at, family in enumerate(self._families):
+            more = {name for name, x in self._shared[at].items() if id(x) in buffers}
+            if family == self._families[number]:
+                more |= new
+            if more - set(self.states[at]):
+                self.states[at] = sorted(more.union(self.states[at]))
+                self._watches[at] = None
         return bool(new)
+
+    def keep(self, key: Any, contract: Contract | None) -> None:
+        """Keeps a contract for other calls."""
+        _put(self.contracts, key, contract, _MOST_CONTRACTS)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Context in which layers run at their owners. Outside of it the module is as it was."""
-        own = [layer.__dict__.get("forward") for layer in self.layers]
-        for layer in self.layers:
-            layer.__dict__["forward"] = _PlacedForward(self, layer)
+        self._place_forwards()
         try:
             yield
         finally:
-            for layer, forward in zip(self.layers, own, strict=True):
-                del layer.__dict__["forward"]
-                if forward is not None:
-                    layer.__dict__["forward"] = forward
+            for layer, forward in zip(self.layers, self._own, strict=True):
+                if isinstance(layer.__dict__.get("forward"), _PlacedForward):
+                    del layer.__dict__["forward"]
+                    if forward is not None:
+                        layer.__dict__["forward"] = forward
+
+    def _place_forwards(self) -> None:
+        """Puts a forward into each layer that has none of this class: user code may set its own
+        between two steps.
+        """
+        for number, layer in enumerate(self.layers):
+            own = layer.__dict__.get("forward")
+            if not isinstance(own, _PlacedForward):
+                self._own[number], self.forwards[number] = own, layer.forward
+                self._watches[number] = None
+                layer.__dict__["forward"] = _PlacedForward(self, layer)
 
     @contextmanager
     def seeing_parameters(self) -> Iterator[None]:
@@ -121,6 +179,7 @@ class Core:
         if self._sees_parameters:
             yield
             return
+        self._place_forwards()
         placed = {*self.module.parameters(), *self.parameter_owners}
         classes = {tensor: type(tensor) for tensor in placed}
         before = torch.autograd.Function.apply
@@ -141,6 +200,21 @@ class Core:
         self.mailbox.pass_phase(2 * self.num_steps + 1)
         self.num_steps += 1
         self.mailbox.forget(self.num_steps)
+        self.switched.clear()
+
+    @contextmanager
+    def trained_as(self, flags: dict[Tensor, bool]) -> Iterator[None]:
+        """Context in which parameters need a gradient, or not, as they did behind a microbatch's
+        step: until its backward, other steps may have frozen or thawed them.
+        """
+        now = {parameter: parameter.requires_grad for parameter in self.switched}
+        for parameter, before in self.switched.items():
+            parameter.requires_grad_(flags.get(parameter, before))
+        try:
+            yield
+        finally:
+            for parameter, flag in now.items():
+                parameter.requires_grad_(flag)
 
     def end(self, microbatches: Sequence[Microbatch]) -> None:
         """Ends a run; its microbatches are in their order.
@@ -154,11 +228,14 @@ class Core:
         self.mailbox.finish(self.num_steps)
 
     def held(self) -> dict[str, Tensor]:
-        """The parameters that this stage holds, by name."""
+        """The parameters that this stage holds, by name. Those that nothing has used so far are
+        placed at stage 0, for good; so every stage calls this at the same time.
+        """
+        self.all_parameters()
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if self.parameter_owners.get(parameter, 0) == self.stage
+            if self.parameter_owners[parameter] == self.stage
         }
 
     def place_parameters(self, parameters: Sequence[Tensor], values: Sequence[int]) -> None:
@@ -170,6 +247,27 @@ class Core:
         """
         for parameter in parameters:
             self.parameter_owners.setdefault(parameter, max(values, default=0))
+
+    def all_parameters(self) -> list[Tensor]:
+        """The parameters of all stages."""
+        self.place_parameters(list(self.module.parameters()), ())
+        return [x for x in self.parameter_owners if isinstance(x, nn.Parameter)]
+
+    def move_buffer(self, buffer: Tensor, stage: int, held: Tensor | None) -> None:
+        """Makes a stage the owner of a buffer that it has written to; ``held``: there, what it has
+        written.
+        """
+        self.parameter_owners[buffer] = stage
+        if held is not None and held is not buffer:
+            with torch.no_grad(), without_torch_function_of_subclasses():
+                buffer.copy_(held)
+
+
+def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
+    """Adds to a table of limited size."""
+    if len(table) >= most:
+        del table[next(iter(table))]
+    table[key] = x
 
 
 class _PlacedForward:

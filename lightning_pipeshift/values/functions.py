@@ -39,15 +39,8 @@ QUESTIONS: frozenset[Any] = frozenset(
 )
 """Functions whose results do not depend on values: a placeholder answers them by itself."""
 
-_GRAD: Any = Tensor.grad
-
 OF_PARAMETERS: frozenset[Any] = frozenset(
     {
-        _GRAD.__get__,
-        _GRAD.__set__,
-        _GRAD.__delete__,
-        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.requires_grad_,
         Tensor.register_hook,
         Tensor.register_post_accumulate_grad_hook,
     }

@@ -5,27 +5,29 @@ inside of layers, which run on every stage.
 from __future__ import annotations
 
 import copy
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
-    MODULE_TABLES,
+    MAKES_WEIGHTS,
     buffers_of,
     forward_hooks_of,
-    hooks_with_kwargs_of,
+    forward_pre_hooks,
+    hook_tables,
     parameters_of,
-    set_forward_hooks,
+    set_hook_tables,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.values.arguments import is_node
+from lightning_pipeshift.values.layer_state import NO_STATE, Attribute, mark
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-
-_NO_SETTINGS = MODULE_TABLES | {"forward", "training"}
 
 
 def flags_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -44,14 +46,19 @@ def copy_flags(layer: nn.Module, to: nn.Module) -> None:
         copied.requires_grad_(parameter.requires_grad)
 
 
-def kind_of(layer: nn.Module) -> Any:
+def kind_of(layer: nn.Module, forward: Any, without: Collection[Attribute]) -> Any:
     """Hashable: layers with equal kinds give results of equal shapes for equal arguments. Classes,
     settings, and the shapes of parameters and buffers count, and not their values; whether they are
-    trained (``requires_grad``, ``training``) is in :func:`flags_of`, as it may change.
+    trained (``requires_grad``, ``training``) is in :func:`flags_of`, as it changes often.
+
+    Args:
+        layer: the layer.
+        forward: the layer's own, if it is not that of its class.
+        without: attributes that are no settings, since calls change them.
     """
     memo: dict[int, int] = {}
-    return tuple(
-        (name, type(module), _settings(module), tuple(_tensors(module, memo)))
+    return _setting(forward), *(
+        (name, type(module), _settings(name, module, without), tuple(_tensors(module, memo)))
         for name, module in layer.named_modules(remove_duplicate=False)
     )
 
@@ -66,48 +73,74 @@ def _tensors(module: nn.Module, memo: dict[int, int]) -> Any:
             yield name, at, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _settings(module: nn.Module) -> Any:
-    """A module's attributes: plain ones by their values, others by their identity."""
+def _settings(path: str, module: nn.Module, without: Collection[Attribute]) -> Any:
+    """A module's attributes."""
     return tuple(
         (name, _setting(x))
         for name, x in module.__dict__.items()
-        if name not in _NO_SETTINGS and "_hooks" not in name
+        if (name not in NO_STATE or (name == "forward" and path))
+        and Attribute(path, name, False) not in without
     )
 
 
 def _setting(x: Any) -> Any:
+    """Plain ones by their values, containers by what is in them, and others by their identity."""
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, tuple | list):
         return type(x), *map(_setting, x)
+    if isinstance(x, types.MethodType):
+        return x.__func__
     if isinstance(x, dict | set | frozenset) and not x:
         return type(x)
-    return id(x)
+    return mark(x, {})
 
 
-def fake_copy(layer: nn.Module, fake_mode: Any, device: torch.device) -> nn.Module:
-    """A copy of a layer with fake parameters and buffers.
+def fake_copy(
+    layer: nn.Module,
+    forward: Any,
+    fake_mode: Any,
+    device: torch.device,
+    without: Collection[Attribute],
+) -> nn.Module | None:
+    """A copy of a layer with fake parameters and buffers; ``None`` if the forward of one of its
+    modules is a function that was put in its place, which may use the module itself.
 
     Args:
         layer: its own may have no memory here.
+        forward: see :func:`kind_of`.
         fake_mode: makes the fake ones.
         device: where the layer would compute.
+        without: attributes that are set before each call.
     """
     memo: dict[int, Any] = {}
     with without_torch_function_of_subclasses(), fake_mode:
         for tensor in (*layer.parameters(), *layer.buffers()):
             memo[id(tensor)] = _fake(tensor, device)
         for module in layer.modules():
-            # Hooks may belong to the whole model.
-            hooks = [x for name, x in module.__dict__.items() if "_hooks" in name]
-            memo.update((id(x), type(x)()) for x in hooks if isinstance(x, dict))
-        # The forward of a layer that is placed is in its attributes; a copy has its class's own.
+            for name, x in module.__dict__.items():
+                if isinstance(x, Tensor):
+                    memo[id(x)] = _fake(x, device)
+                elif "_hooks" in name and isinstance(x, dict):
+                    # Hooks may belong to the whole model.
+                    memo[id(x)] = type(x)(
+                        (at, hook) for at, hook in x.items() if makes_weights(hook)
+                    )
+        for attribute in without:
+            x = attribute.get(layer)
+            if isinstance(x, Tensor) or is_node(x):
+                memo[id(x)] = None
+        # The forward of a layer that is placed is in its attributes.
         placed = layer.__dict__.pop("forward", None)
         try:
-            return copy.deepcopy(layer, memo)
+            fake = copy.deepcopy(layer, memo)
+            if forward is not None:
+                fake.__dict__["forward"] = copy.deepcopy(forward, memo)
         finally:
             if placed is not None:
                 layer.__dict__["forward"] = placed
+    own = (module.__dict__.get("forward") for module in fake.modules())
+    return None if any(isinstance(x, types.FunctionType) for x in own) else fake
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
@@ -125,13 +158,23 @@ class Heard(NamedTuple):
         name: of the module in the layer.
         args: its arguments.
         kwargs: its keyword arguments.
-        output: what it returned.
+        output: what it returned; nothing before it ran.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any
+    output: tuple[Any, ...]
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether hooks of a user look at what a module gets or returns."""
+    return bool(forward_hooks_of(module)) or not all(map(makes_weights, forward_pre_hooks(module)))
+
+
+def makes_weights(hook: Any) -> bool:
+    """Whether a hook is a part of its module, and not a user's."""
+    return isinstance(hook, MAKES_WEIGHTS)
 
 
 def hearing(
@@ -146,17 +189,23 @@ def hearing(
         kept = []
         for name in names:
             module = layer.get_submodule(name)
-            kept.append((module, forward_hooks_of(module), hooks_with_kwargs_of(module)))
+            kept.append((module, hook_tables(module)))
 
-            def hear(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            def hear(_: Any, args: Any, kwargs: Any, *output: Any, name: str = name) -> None:
                 heard.append(Heard(name, args, kwargs, output))
 
-            set_forward_hooks(module, OrderedDict({0: hear}), OrderedDict({0: True}))
+            own = [
+                (-1 - at, x) for at, x in enumerate(forward_pre_hooks(module)) if makes_weights(x)
+            ]
+            once, with_kwargs = OrderedDict({0: hear}), OrderedDict({0: True})
+            set_hook_tables(
+                module, (OrderedDict([*own, (0, hear)]), with_kwargs, once, with_kwargs)
+            )
         try:
             return forward(*args, **kwargs), heard
         finally:
-            for module, hooks, with_kwargs in kept:
-                set_forward_hooks(module, hooks, with_kwargs)
+            for module, tables in kept:
+                set_hook_tables(module, tables)
 
     return run
 
@@ -170,16 +219,20 @@ def call_hooks(layer: nn.Module, label: str, heard: Sequence[Heard]) -> None:
         heard: what the modules got and returned.
 
     Raises:
-        LayerError: a hook returns something else than the module did.
+        LayerError: a hook returns something else than the module did, or got.
     """
     for name, args, kwargs, output in heard:
         module = layer.get_submodule(name)
-        for number, hook in list(forward_hooks_of(module).items()):
-            takes_kwargs = number in hooks_with_kwargs_of(module)
-            found = hook(module, args, *([kwargs] if takes_kwargs else []), output)
+        before, before_with_kwargs, after, after_with_kwargs = hook_tables(module)
+        hooks, with_kwargs = (after, after_with_kwargs) if output else (before, before_with_kwargs)
+        for number, hook in list(hooks.items()):
+            if makes_weights(hook):
+                continue
+            found = hook(module, args, *([kwargs] if number in with_kwargs else []), *output)
             if found is not None:
                 raise LayerError(
-                    f"A forward hook of `{label}.{name}` changes what the module returns. Hooks"
-                    f" inside of a layer may only look: register it on the layer `{label}`, or make"
-                    " the change in the module's `forward`."
+                    f"A forward hook of `{label}.{name}` changes what the module"
+                    f" {'returns' if output else 'gets'}. Hooks inside of a layer may only look:"
+                    f" register it on the layer `{label}`, or make the change in the module's"
+                    " `forward`."
                 )

@@ -3,21 +3,27 @@
 ``self.aux_loss = ...`` in a layer's forward, a list that it appends to, a counter: the layer runs
 at one stage, and every stage may read the attribute. So attributes that a call changes are treated
 as if they were passed to the layer and returned by it: every stage has them, with values in the
-place of tensors. The run on fake tensors shows which attributes these are.
+place of tensors. The run on fake tensors shows which attributes these are; the real run may change
+no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of, version_of
+from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of
 from lightning_pipeshift.values.arguments import is_node, parts_of
+from lightning_pipeshift.values.value import version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
-_NO_STATE = MODULE_TABLES | {"training", "forward"}
+NO_STATE = MODULE_TABLES | frozenset(nn.Module().__dict__) | {"forward"}
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
@@ -47,43 +53,159 @@ class Attribute(NamedTuple):
         table[self.name] = value
 
 
-def marks(layer: nn.Module) -> dict[Attribute, Any]:
-    """What tells, for each attribute of a layer's modules, whether it was changed meanwhile. Writes
-    into a buffer do not count: a layer's buffers stay with its owner, as its parameters do.
+class Watch:
+    """Tells which attributes of a layer's modules have changed since it last looked, and what is in
+    them. Writes into a buffer do not count, except into those of ``shared``: other buffers stay
+    with the layer's owner, as its parameters do.
+
+    Args:
+        layer: the layer.
+        without: attributes that are not watched.
+        shared: the buffers that other layers have, too.
     """
-    memo: dict[int, Any] = {}
-    found = {}
-    for path, module in layer.named_modules():
-        for name, value in module.__dict__.items():
-            if name not in _NO_STATE and "_hooks" not in name:
-                found[Attribute(path, name, False)] = _mark(value, memo)
-        for name, buffer in buffers_of(module).items():
-            found[Attribute(path, name, True)] = id(buffer)
-    return found
+
+    def __init__(
+        self, layer: nn.Module, without: Collection[Attribute], shared: Collection[Attribute]
+    ) -> None:
+        self._layer, self._without, self._shared = layer, without, shared
+        self._begin()
+
+    def _begin(self) -> None:
+        # All that is watched is kept here, so no `id` is used again meanwhile.
+        seen: dict[int, Any] = {}
+        self._marks: dict[Attribute, Any] = {}
+        # Tables, their sizes, and what is watched in them.
+        self._tables: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        # What else is compared, by identity and by value.
+        self._inside: list[tuple[Any, tuple[Any, ...]]] = []
+        self._contents: list[tuple[Callable[[], Any], Any]] = []
+        for path, module in self._layer.named_modules():
+            buffers = buffers_of(module)
+            for table, is_buffer in ((module.__dict__, False), (buffers, True)):
+                own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
+                watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
+                self._tables.append((table, len(table), [(at.name, x) for at, x in watched]))
+                for attribute, x in watched:
+                    mark_of = id if is_buffer else partial(mark, seen=seen)
+                    self._marks[attribute] = mark_of(x)
+            if any(Attribute(path, name, True) in self._shared for name in buffers):
+                # Norms write to some of their buffers without counting that: one is for all.
+                look = partial(_versions, buffers)
+                self._contents.append((look, look()))
+                for name in buffers:
+                    attribute = Attribute(path, name, True)
+                    if self._is_watched(attribute):
+                        self._marks[attribute] = id(buffers[name]), *look()
+        for x in seen.values():
+            if isinstance(x, Tensor):
+                self._contents.append((partial(version_in, x), version_in(x)))
+            elif isinstance(x, np.ndarray):
+                self._contents.append((x.tobytes, x.tobytes()))
+            else:
+                self._inside.append((x, _inside(x)))
+
+    def _is_watched(self, attribute: Attribute) -> bool:
+        is_state = attribute.is_buffer or attribute.name not in NO_STATE
+        return is_state and attribute not in self._without
+
+    def _is_same(self) -> bool:
+        for table, size, watched in self._tables:
+            if len(table) != size:
+                return False
+            for name, x in watched:
+                if table.get(name) is not x:
+                    return False
+        for x, before in self._inside:
+            now = _inside(x)
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                return False
+        return all(look() == before for look, before in self._contents)
+
+    def look(self) -> set[Attribute]:
+        """Returns the attributes that have changed."""
+        if self._is_same():
+            return set()
+        kept, marks = (self._tables, self._inside), self._marks
+        self._begin()
+        del kept
+        both = {*marks, *self._marks}
+        return {name for name in both if marks.get(name) != self._marks.get(name)}
 
 
-def _mark(x: Any, memo: dict[int, Any]) -> Any:
+def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
+    return [version_in(x) for x in buffers.values() if x is not None]
+
+
+def shared_buffers(layers: Sequence[nn.Module]) -> list[dict[Attribute, Tensor]]:
+    """The buffers of each layer that other layers have, too."""
+    found = [
+        {
+            Attribute(path, name, True): buffer
+            for path, module in layer.named_modules()
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None
+        }
+        for layer in layers
+    ]
+    uses = Counter(x for table in found for x in {id(buffer) for buffer in table.values()})
+    return [{name: x for name, x in table.items() if uses[id(x)] > 1} for table in found]
+
+
+def _inside(node: Any) -> tuple[Any, ...]:
+    """What a container or an object holds, fast."""
+    items = (*node, *node.values()) if isinstance(node, dict) else ()
+    if isinstance(node, list | deque | set):
+        items = tuple(node)
+    table = getattr(node, "__dict__", None)
+    return (*items, *table, *table.values()) if table else items
+
+
+def mark(x: Any, seen: dict[int, Any]) -> Any:
+    """Hashable: what tells whether a value was changed meanwhile.
+
+    Args:
+        x: the value.
+        seen: gets the tensors and the containers and objects in it, by their ``id``.
+    """
     if isinstance(x, Tensor):
-        return id(x), version_of(x)
+        seen[id(x)] = x
+        return id(x), version_in(x)
     if isinstance(x, _PLAIN):
         return type(x), x
     if isinstance(x, tuple):
-        return type(x), *(_mark(part, memo) for part in x)
-    if not is_node(x) or id(x) in memo:
+        return type(x), *(mark(part, seen) for part in x)
+    if not is_node(x) or id(x) in seen:
         return id(x)
-    memo[id(x)] = True
-    return id(x), *((place, _mark(part, memo)) for place, part in parts_of(x))
+    seen[id(x)] = x
+    return id(x), *((place, mark(part, seen)) for place, part in parts_of(x))
 
 
 def with_state(
-    layer: nn.Module, forward: Callable[..., Any], attributes: Sequence[Attribute]
-) -> Callable[..., tuple[Any, list[Any]]]:
-    """A layer's forward that gets attributes as its first argument, and also returns them."""
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    attributes: Sequence[Attribute],
+    watch: Watch,
+    changed: set[Attribute],
+) -> Callable[..., tuple[Any, tuple[Any, ...], tuple[Any, ...]]]:
+    """A layer's forward that gets attributes as its first argument, and also returns them; and the
+    other attributes that it has changed, with their values.
 
-    def run(state: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    Args:
+        layer: the layer.
+        forward: its forward.
+        attributes: those that it gets.
+        watch: tells of the others.
+        changed: gets the others, even if the forward fails.
+    """
+
+    def run(state: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for attribute, value in zip(attributes, state, strict=True):
             attribute.set(layer, value)
-        result = forward(*args, **kwargs)
-        return result, [attribute.get(layer) for attribute in attributes]
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            changed.update(watch.look())
+        others = tuple((attribute, attribute.get(layer)) for attribute in sorted(changed))
+        return result, tuple(attribute.get(layer) for attribute in attributes), others
 
     return run

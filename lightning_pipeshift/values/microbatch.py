@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,9 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
-    forward_hooks_of,
     storage_use_count,
-    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -29,14 +25,29 @@ from lightning_pipeshift.values.arguments import (
     State,
     applied,
     copied,
-    same_numbers,
 )
-from lightning_pipeshift.values.contract import Contract, spec_of, specs_of
+from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
-from lightning_pipeshift.values.layer_contracts import call_hooks, flags_of, hearing
-from lightning_pipeshift.values.layer_state import marks, with_state
-from lightning_pipeshift.values.value import PLACED, Spec, StepParameter, Value, name_of, run_by
+from lightning_pipeshift.values.layer_contracts import (
+    call_hooks,
+    flags_of,
+    hearing,
+    is_heard,
+)
+from lightning_pipeshift.values.layer_state import Attribute, with_state
+from lightning_pipeshift.values.special import SPECIAL
+from lightning_pipeshift.values.value import (
+    PLACED,
+    Spec,
+    StepBuffer,
+    StepParameter,
+    Value,
+    name_of,
+    run_by,
+    user_line,
+    version_in,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -50,8 +61,6 @@ OUTSIDE = -1
 _KEPT_BYTES = 4096
 # A tensor, and the Python object of its storage.
 _USES_OF_ONE = 2
-# Code of these folders is not the user's.
-_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
 
 
 class _Call(NamedTuple):
@@ -92,30 +101,36 @@ class Microbatch:
     """
 
     def __init__(self, core: Core, run_number: int, step: int, turn: int) -> None:
-        self._core, self.mailbox, self.stage = core, core.mailbox, core.stage
+        self.core, self.mailbox, self.stage = core, core.mailbox, core.stage
         self._run_number, self._step, self.turn = run_number, step, turn
         # Of messages, of calls of layers, and of operations that run at one stage.
         self._serial = self._num_layers = self._num_operations = self._num_values = 0
         self.digest = core.digest
-        self._accounts: dict[Tensor, Account] = {}
+        self.accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
+        self.has_later_backward = False
+        """Whether the schedule runs the backward, some time after the step."""
+        self.gradients: dict[Tensor, Tensor | None] | None = None
+        """Those of all parameters, as values; ``None`` if they may have changed since they were
+        asked for. What changes them by other means than operations has to set it to ``None``."""
         self._num_backwards = 0
         self._new_token()
 
     def release(self) -> None:
         """Lets go of all tensors."""
         self._new_token()
-        self._accounts.clear()
+        self.gradients = None
+        self.accounts.clear()
 
     def _new_token(self) -> None:
-        self._token = torch.zeros((), device=self._core.device, requires_grad=True)
+        self._token = torch.zeros((), device=self.core.device, requires_grad=True)
         self._has_ends = False
         self.first_gradient: tuple[Key, Place] | None = None
         """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
 
     # --- the program ---
 
-    def _note(self, label: str, args: Sequence[Any]) -> None:
+    def note(self, label: str, args: Sequence[Any]) -> None:
         """Adds an operation and its Python numbers to the digest of the program."""
         digest = self.digest * 31 + zlib.crc32(label.encode())
         for x in args:
@@ -140,22 +155,22 @@ class Microbatch:
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
-        account = self._accounts.get(tensor)
+        account = self.accounts.get(tensor)
         if account is None:
-            owner = self._core.parameter_owners[tensor]
-            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            owner = self.core.parameter_owners[tensor]
+            account = self.accounts[tensor] = Account(owner, tensor.requires_grad, None)
             self._begin_parameter(tensor, account)
         return account
 
     def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
         """Resets the account of a parameter or buffer to the stages that hold it."""
         holders = {account.owner}
-        if tensor not in self._core.written:
-            holders.update(self._core.holders(tensor))
+        if tensor not in self.core.written:
+            holders.update(self.core.holders(tensor))
         account.begin(account.owner, tensor if self.stage in holders else None)
         account.holders = holders
 
-    def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
+    def bring(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
         """Brings a value to a stage.
 
         Args:
@@ -200,7 +215,7 @@ class Microbatch:
         elif self.stage == stage:
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
-                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self._core.device)
+                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
         account.holders.add(stage)
 
     def _lead_chain(self, account: Account, stage: int, label: str) -> None:
@@ -226,12 +241,12 @@ class Microbatch:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function of torch, one of whose arguments is a value or a parameter."""
-        special = _SPECIAL.get(function)
+        special = SPECIAL.get(function)
         if special is not None:
             return special(self, *args, **kwargs)
         if function in READS:
             return self._read_by(function, args, kwargs)
-        core = self._core
+        core = self.core
         arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         self._place_parameters(placed)
@@ -239,9 +254,10 @@ class Microbatch:
         try:
             contract = core.contracts[key]
         except KeyError:
-            contract = core.contracts[key] = core.finder.find(function, args, kwargs)
+            contract = core.finder.find(function, args, kwargs)
+            core.keep(key, contract)
         label = name_of(function)
-        self._note(label, args)
+        self.note(label, args)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
@@ -294,20 +310,20 @@ class Microbatch:
                 self.mailbox.ask(key, place, 2 * self._run_number + (self.turn == OUTSIDE))
             message = self.receive(key, place)
             with without_torch_function_of_subclasses():
-                here = message.tensor(tensor.dtype, tensor.shape).to(self._core.device)
+                here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
             account.seen = account.version, here
         return here.detach()
 
     def _read_key(self, tensor: Tensor, account: Account) -> Key:
         if account.name is None:
             # A parameter: it changes between two steps, but not in one.
-            number = -1 - self._core.parameter_numbers[tensor]
+            number = -1 - self.core.parameter_numbers[tensor]
             part = self._num_backwards
             return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
         run, turn, number = account.name
         return Key(account.owner, run, turn, Kind.READ, account.version, number)
 
-    def _offer(self, account: Account) -> None:
+    def offer(self, account: Account) -> None:
         """Lets other stages ask for a value of this one, if it is small."""
         tensor = account.tensor
         if account.name is None or tensor is None or self.mailbox.num_stages == 1:
@@ -321,7 +337,7 @@ class Microbatch:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
         if parameters:
             owners = [x.account.owner for x in placed if isinstance(x, Value)]
-            self._core.place_parameters(parameters, owners)
+            self.core.place_parameters(parameters, owners)
 
     def _stage_of(self, contract: Contract | None, arguments: Arguments) -> int | None:
         """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
@@ -346,7 +362,7 @@ class Microbatch:
             if not isinstance(x, PLACED):
                 return x
             return torch.empty_strided(
-                tuple(x.shape), x.stride(), dtype=x.dtype, device=self._core.device
+                tuple(x.shape), x.stride(), dtype=x.dtype, device=self.core.device
             )
 
         with without_torch_function_of_subclasses():
@@ -358,24 +374,25 @@ class Microbatch:
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
         self._num_layers += 1
-        self._note(self._core.names[number], args)
+        self.note(self.core.names[number], args)
         return self._called(number, args, kwargs)
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        core = self._core
+        core = self.core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
         modules = core.modules[number]
-        hooked = tuple(name for name, module in modules if name and forward_hooks_of(module))
-        state = core.state_of(number)
-        given = [attribute.get(layer) for attribute in state], *args
+        hooked = tuple(name for name, module in modules if name and is_heard(module))
+        kind, watch = core.kind_of(number)
+        state = core.states[number]
+        given = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments((given, kwargs), _described, exact=True)
         parameters = core.parameters[number]
         flags = flags_of(
             [module for _, module in modules], [parameter for _, parameter in parameters]
         )
         key = (
-            core.kinds[number],
+            kind,
             flags,
             torch.is_grad_enabled(),
             *_autocast(core.device),
@@ -385,29 +402,54 @@ class Microbatch:
         try:
             contract = core.contracts[key]
         except KeyError:
-            fake = core.fake_of(number)
-            forward = with_state(fake, hearing(fake, fake.forward, hooked), state)
-            contract = core.finder.find(forward, given, kwargs, partial(marks, fake))
-            if core.add_state(number, core.finder.changed):
-                return self._called(number, args, kwargs)
-            core.contracts[key] = contract
+            contract, fake = None, core.fake_of(number)
+            if fake is not None:
+                changed: set[Attribute] = set()
+                heard_forward = hearing(fake, fake.forward, hooked)
+                forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
+                contract = core.finder.find(forward, given, kwargs, is_layer=True)
+                if core.add_state(number, changed):
+                    return self._called(number, args, kwargs)
+            core.keep(key, contract)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
-            forward = with_state(layer, hearing(layer, core.forwards[number], hooked), state)
-            if not others:
-                return forward(*run_args, **run_kwargs)
-            return _called_with(layer, forward, others, run_args, run_kwargs)
+            changed: set[Attribute] = set()
+            heard_forward = hearing(layer, core.forwards[number], hooked)
+            forward = with_state(layer, heard_forward, state, watch, changed)
+            versions = list(map(version_in, others.values()))
+            if others:
+                result = _called_with(layer, forward, others, run_args, run_kwargs)
+            else:
+                result = forward(*run_args, **run_kwargs)
+            if contract is not None and changed:
+                names = ", ".join(
+                    f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
+                )
+                raise LayerError(
+                    f"`{label}` has changed its attribute {names}, which it did not in its run"
+                    " without values. Every stage has a layer's attributes, and only one runs it:"
+                    " assign the attribute in every call, or return what it keeps, and not only if"
+                    " values, or things outside of the layer, say so."
+                )
+            if versions != list(map(version_in, others.values())):
+                raise LayerError(
+                    f"`{label}` writes in place to a parameter that another stage holds, since a"
+                    " layer there has it, too. Write to it between layers."
+                )
+            return result
 
         stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
         call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
-        (result, heard), after = self._call(call)
-        for attribute, value in zip(state, after, strict=True):
+        (result, heard), after, more = self._call(call)
+        for attribute, value in (*zip(state, after, strict=True), *more):
             attribute.set(layer, value)
+        core.add_state(number, {attribute for attribute, _ in more})
         for buffer in core.buffers[number]:
             # The layer may have written to it.
-            account = self._accounts.get(buffer)
+            account = self.accounts.get(buffer)
             if account is not None:
-                account.begin(account.owner, account.tensor if stage == self.stage else None)
+                is_here = account.owner == self.stage
+                account.begin(account.owner, account.tensor if is_here else None)
         call_hooks(layer, label, heard)
         return result
 
@@ -423,16 +465,25 @@ class Microbatch:
                 self._adopt(target, stage)
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
-            if isinstance(tensor, PLACED) and (contract is None or at in contract.used):
+            if contract is not None and at not in contract.used:
+                continue
+            if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
+                raise LayerError(
+                    f"`{call.label}` ({user_line()}) runs at stage {stage} only, and uses a tensor"
+                    " that every stage has, and that needs a gradient, which would come to that"
+                    " stage only. Make it a parameter of the module, or compute it from what a"
+                    " layer returns (`layer(x).detach().requires_grad_()`)."
+                )
+            if isinstance(tensor, PLACED):
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
-                plain = self._at(tensor, stage, with_gradient, call.label)
+                plain = self.bring(tensor, stage, with_gradient, call.label)
                 if plain is not None:
                     here[at] = plain
         others: dict[str, Tensor] = {}
         for name, parameter in call.parameters:
-            if self._core.parameter_owners[parameter] != stage:
-                plain = self._at(parameter, stage, with_gradient, call.label)
+            if self.core.parameter_owners[parameter] != stage:
+                plain = self.bring(parameter, stage, with_gradient, call.label)
                 if plain is not None:
                     others[name] = plain
         if self.stage != stage:
@@ -443,7 +494,8 @@ class Microbatch:
         before, after, written = self._run(call, here, others)
         if contract is None:
             return self._told(call, here, (before, after, written))
-        self._check(call, after)
+        tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
+        require_kept(contract, call.label, arguments, tensors, before, after, written)
         return self._given(call, here, after.new)
 
     def _run(
@@ -461,39 +513,15 @@ class Microbatch:
             args, kwargs = copied((call.args, call.kwargs), plain, memo)
             nodes = [memo[id(node)] for node in arguments.nodes]
             tensors = list(map(plain, arguments.tensors))
-            before = Outcome(nodes, tensors) if call.contract is None else None
-            versions = list(map(version_of, tensors))
+            # One of them holds the keyword arguments, and no call can change that.
+            is_needed = call.contract is None or len(nodes) > 1
+            before = Outcome(nodes, tensors) if is_needed else None
+            versions = list(map(version_in, tensors))
             with call.stream:
                 result = call.function(others, args, kwargs)
             after = Outcome(nodes, tensors, result)
-            written = [at for at, x in enumerate(tensors) if version_of(x) != versions[at]]
+            written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
         return before, after, written
-
-    def _check(self, call: _Call, after: Outcome) -> None:
-        """Compares what a call gave with its contract."""
-        assert call.contract is not None
-        expected = call.contract.specs
-        with without_torch_function_of_subclasses():
-            found = [spec_of(tensor) for tensor in after.new]
-        same = same_numbers(after.result, call.contract.result) and all(
-            at < len(after.states) and same_numbers(after.states[at], state)
-            for at, state in call.contract.changes.items()
-        )
-        if not same:
-            raise LayerError(
-                f"`{call.label}` returned, or kept, a Python number or text that its run without"
-                " values did not. Numbers that depend on the values of tensors, or on what no"
-                " argument tells, have to be tensors."
-            )
-        if len(found) != len(expected) or any(
-            one[0] != other[0] or one[2:4] != other[2:4]
-            for one, other in zip(found, expected, strict=True)
-        ):
-            raise LayerError(
-                f"`{call.label}` gave {_listed(found)} where its run without values gave"
-                f" {_listed(expected)}. Results whose number, shape or type depends on the values"
-                " of tensors, in a way that only the values tell, are not supported here."
-            )
 
     def _expected(self, call: _Call) -> Any:
         """What stands for the results of a call at another stage, by its contract."""
@@ -530,13 +558,12 @@ class Microbatch:
                 if isinstance(shared, PLACED):
                     memory = self.account_of(shared).memory
             memories.append(memory)
-            account = self._new_account(call.stage, spec.requires_grad, tensor, memory)
+            account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
             account.era = self._era
             if tensor is not None:
                 with without_torch_function_of_subclasses():
-                    spec = spec._replace(stride=tensor.stride())
-                    self._offer(account)
-            values.append(Value(spec, self._core.device, account))
+                    self.offer(account)
+            values.append(Value(spec, self.core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if not isinstance(target, PLACED):
@@ -545,17 +572,20 @@ class Microbatch:
             sharing = account.memory.write(call.stage)
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
+            if isinstance(target, StepBuffer):
+                self.core.move_buffer(target, call.stage, kept)
+                kept = None if kept is None else target
             account.begin(call.stage, kept)
             if account.name is not None:
                 self._name(account)
-            if target in self._accounts:
-                self._core.written.add(target)
+            if target in self.accounts:
+                self.core.written.add(target)
             for other in sharing:
                 if other.owner == call.stage:
                     other.refresh()
                     if self.stage == call.stage:
                         with without_torch_function_of_subclasses():
-                            self._offer(other)
+                            self.offer(other)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -581,12 +611,12 @@ class Microbatch:
                     self._require_own(tensors[at], call.label)
             told = after.result, after.changes_from(before), specs, needs
             new = after.new
-        result, changes, specs, written_to = self._read(told, call.stage, call.label)
+        result, changes, specs, written_to = self.tell(told, call.stage, call.label)
         return self._values(
             call, here, specs, new or [None] * len(specs), result, changes, written_to
         )
 
-    def _new_account(
+    def new_account(
         self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory
     ) -> Account:
         """The account of the microbatch's next value."""
@@ -598,7 +628,7 @@ class Microbatch:
         self._num_values += 1
         account.name = self._run_number, self.turn, self._num_values
 
-    def _read(self, told: Any, stage: int, label: str) -> Any:
+    def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
         key = self._key(stage, Kind.READ)
         if self.stage != stage:
@@ -616,7 +646,15 @@ class Microbatch:
         history that stays elsewhere.
         """
         assert call.contract is not None
-        account = self.account_of(call.arguments.tensors[at])
+        target = call.arguments.tensors[at]
+        account = self.account_of(target)
+        stays = isinstance(target, StepParameter) or (isinstance(target, Value) and target.stays)
+        if stays and account.owner != call.stage:
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes to parameters or gradients of several"
+                " stages at once, or in a layer of another stage. Write to each by itself"
+                " (`foreach=False`, or `for p in ...: p.mul_(2)`)."
+            )
         others = [
             self.account_of(call.arguments.tensors[other])
             for other in call.contract.used - {at}
@@ -653,8 +691,8 @@ class Microbatch:
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
-        account = self._new_account(stage, False, None, Memory())
-        value = Value(spec, self._core.device, account)
+        account = self.new_account(stage, False, None, Memory())
+        value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
@@ -679,7 +717,7 @@ class Microbatch:
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
                 " the losses; compute second derivatives inside of one layer."
             )
-        self._note("backward", ())
+        self.note("backward", ())
         self._require_new(loss, "backward")
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -701,8 +739,9 @@ class Microbatch:
             finally:
                 self.is_in_backward = False
         self._num_backwards += 1
+        self.gradients = None
         self._new_token()
-        for tensor, account in self._accounts.items():
+        for tensor, account in self.accounts.items():
             self._begin_parameter(tensor, account)
 
 
@@ -736,70 +775,3 @@ class _Bare(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls it."""
         return self._forward(*args, **kwargs)
-
-
-def _listed(specs: Sequence[Spec]) -> str:
-    return ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in specs) or "no tensors"
-
-
-def user_line() -> str:
-    """The file and line of the user's code that runs now."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_OURS):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "no line of Python"
-
-
-# --- functions that are no operations ---
-
-
-def _over_rows(microbatch: Microbatch, tensor: Tensor) -> Any:
-    return iter(tensor.unbind(0))
-
-
-def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
-    return tensor.detach()
-
-
-def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
-    account = microbatch.account_of(tensor)
-    account.requires_grad = requires_grad
-    with without_torch_function_of_subclasses():
-        tensor.requires_grad_(requires_grad)
-        if account.tensor is not None and account.owner == microbatch.stage:
-            account.tensor.requires_grad_(requires_grad)
-    return tensor
-
-
-def _refused(what: str, advice: str) -> Callable[..., Any]:
-    """A function that says why something is not supported on values."""
-
-    def refuse(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
-        raise LayerError(
-            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
-        )
-
-    return refuse
-
-
-_WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
-_HOOK = "register a hook on the parameters, or call it inside of the layer."
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.backward: Microbatch.backward,
-    Tensor.__iter__: _over_rows,
-    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
-    Tensor.set_: _refused("`set_`", _WRITE),
-    Tensor.requires_grad_: _require_gradient,
-    Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
-    Tensor.register_hook: _refused("`register_hook`", _HOOK),
-    Tensor.retain_grad: _refused("`retain_grad`", _HOOK),
-    torch.autograd.grad: _refused(
-        "`torch.autograd.grad`",
-        "call it inside of one layer, or call `backward` and use `.grad`.",
-    ),
-}

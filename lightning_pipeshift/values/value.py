@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     make_wrapper_subclass,
+    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -108,6 +110,8 @@ class Value(Tensor):
     """
 
     account: Account
+    stays = False
+    """Whether the stage of a value's memory must not change: a parameter has it as its gradient."""
 
     @staticmethod
     def __new__(cls, spec: Spec, device: torch.device, account: Account) -> Value:
@@ -179,9 +183,32 @@ PLACED = (Value, StepParameter, StepBuffer)
 """The classes of tensors that one stage owns."""
 
 
+def version_in(tensor: Tensor) -> int:
+    """How often a plain tensor's memory was written to, where that is counted."""
+    if isinstance(tensor, Value) or tensor.is_inference():
+        return 0
+    with without_torch_function_of_subclasses():
+        return version_of(tensor)
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function of torch for a message; that of an attribute for its getter."""
     name: str = getattr(function, "__name__", "") or repr(function)
     if name in ("__get__", "__set__"):
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return name
+
+
+# Code of these folders is not the user's.
+_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
+
+
+def user_line() -> str:
+    """The file and line of the user's code that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_OURS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "no line of Python"

@@ -513,8 +513,8 @@ class Mailbox:
         return f"stage {stage} (rank {self._ranks[stage]})"
 
     def finish(self, step: int) -> None:
-        """Ends a run: everything was sent, and everything that came was taken. What follows the run,
-        with a negative turn, may have come already.
+        """Ends a run: everything was sent, and everything that came was taken. Messages of what
+        follows the run, with a negative turn, may have come already.
 
         Raises:
             LayerError: another stage sent what this one never asked for.

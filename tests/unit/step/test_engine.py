@@ -19,7 +19,7 @@ KEY, PLACE = Key(1, 1, 0, Kind.VALUE, 0, 1), Place("layer", 0, "model.py:1")
 def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
     message = Message(None, None, PLACE)
     mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
-    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0)
+    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={})
     seen: list[Any] = []
 
     def body(microbatch: SuspendableMicrobatch) -> str:
@@ -51,7 +51,7 @@ def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
 def test_no_step_is_suspended_in_inference_mode() -> None:
     message = Message(None, None, PLACE)
     mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
-    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0)
+    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={})
 
     def body(microbatch: SuspendableMicrobatch) -> Message:
         with torch.inference_mode():

@@ -647,12 +647,12 @@ class Wrong(Model):
         return [*super().layers(), self.extra, self.reading]
 
 
-def refused(step: Any) -> None:
+def refused(step: Any, cls: type[Model] = Wrong) -> None:
     """Runs two steps on the ranks of a job, which end with an error."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(7)
-    model, mailbox = Wrong(), connected()
+    model, mailbox = cls(), connected()
     core = core_of(model, mailbox)
     words = torch.randint(WORDS, (BATCH, LENGTH))
     engine = Engine(core)

@@ -1,0 +1,160 @@
+"""Functions of torch that are no operations on values: what they do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.values.account import Memory
+from lightning_pipeshift.values.contract import spec_of
+from lightning_pipeshift.values.value import PLACED, StepParameter, Value, user_line
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.microbatch import Microbatch
+
+
+def _over_rows(microbatch: Microbatch, tensor: Tensor) -> Any:
+    return iter(tensor.unbind(0))
+
+
+def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
+    return tensor.detach()
+
+
+def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    if isinstance(tensor, StepParameter):
+        # From here in the step on.
+        microbatch.core.switched.setdefault(tensor, tensor.requires_grad)
+        if tensor in microbatch.accounts:
+            microbatch.accounts[tensor].requires_grad = requires_grad
+        with without_torch_function_of_subclasses():
+            return tensor.requires_grad_(requires_grad)
+    account = microbatch.account_of(tensor)
+    account.requires_grad = requires_grad
+    with without_torch_function_of_subclasses():
+        tensor.requires_grad_(requires_grad)
+        if account.tensor is not None and account.owner == microbatch.stage:
+            account.tensor.requires_grad_(requires_grad)
+    return tensor
+
+
+def _gradient(microbatch: Microbatch, tensor: Tensor) -> Tensor | None:
+    """The attribute ``grad``: a value of the stage of its parameter or value."""
+    _require_own_backward(microbatch)
+    if not isinstance(tensor, StepParameter):
+        return _told_gradients(microbatch, [tensor])[tensor]
+    core = microbatch.core
+    if microbatch.gradients is None:
+        microbatch.gradients = _told_gradients(microbatch, core.all_parameters())
+    gradient = microbatch.gradients[tensor]
+    if core.parameter_owners[tensor] == microbatch.stage:
+        known = gradient.account.tensor if isinstance(gradient, Value) else None
+        if _plain_gradient(tensor) is not known:
+            raise LayerError(
+                f"The gradient of a parameter ({user_line()}) was replaced by code that does not"
+                " run in the step, after the step had asked for it."
+            )
+    return gradient
+
+
+def _set_gradient(microbatch: Microbatch, tensor: Tensor, gradient: Tensor | None = None) -> None:
+    _require_own_backward(microbatch)
+    if isinstance(tensor, StepParameter):
+        microbatch.core.place_parameters([tensor], ())
+    account, plain = microbatch.account_of(tensor), gradient
+    if isinstance(gradient, PLACED):
+        plain = microbatch.bring(gradient, account.owner, False, "grad")
+    if microbatch.stage == account.owner:
+        assert account.tensor is not None
+        with without_torch_function_of_subclasses():
+            account.tensor.grad = None if plain is None else plain.detach()
+    if gradient is not None:
+        microbatch.gradients = None
+    elif microbatch.gradients is not None and tensor in microbatch.gradients:
+        microbatch.gradients[tensor] = None
+
+
+def _require_own_backward(microbatch: Microbatch) -> None:
+    microbatch.note("grad", ())
+    if microbatch.has_later_backward:
+        raise LayerError(
+            f"The step uses `.grad` ({user_line()}), and its backward runs later, among those of"
+            " other microbatches. Use gradients in `on_before_optimizer_step`, or with manual"
+            " optimization, behind `manual_backward`."
+        )
+
+
+def _plain_gradient(tensor: Tensor | None) -> Tensor | None:
+    with without_torch_function_of_subclasses():
+        return tensor.grad if tensor is not None and tensor.is_leaf else None
+
+
+def _told_gradients(
+    microbatch: Microbatch, tensors: Sequence[Tensor]
+) -> dict[Tensor, Tensor | None]:
+    """The gradients of tensors. Only their owners know which there are, and with which strides."""
+    found: dict[Tensor, Tensor | None] = {}
+    accounts = [(tensor, microbatch.account_of(tensor)) for tensor in tensors]
+    for stage in sorted({account.owner for _, account in accounts}):
+        owned = [(tensor, account) for tensor, account in accounts if account.owner == stage]
+        here = [
+            _plain_gradient(account.tensor) if stage == microbatch.stage else None
+            for _, account in owned
+        ]
+        with without_torch_function_of_subclasses():
+            told = [None if x is None else spec_of(x) for x in here]
+        specs = microbatch.tell(told, stage, "grad")
+        for (tensor, _), spec, gradient in zip(owned, specs, here, strict=True):
+            found[tensor] = None
+            if spec is not None:
+                account = microbatch.new_account(stage, False, gradient, Memory())
+                with without_torch_function_of_subclasses():
+                    microbatch.offer(account)
+                found[tensor] = value = Value(spec, microbatch.core.device, account)
+                value.stays = True
+    return found
+
+
+def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
+    microbatch.backward(*args, **kwargs)
+
+
+def _refused(what: str, advice: str) -> Callable[..., Any]:
+    """A function that says why something is not supported on values."""
+
+    def refuse(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
+        raise LayerError(
+            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
+        )
+
+    return refuse
+
+
+_GRAD: Any = Tensor.grad
+_WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
+_HOOK = "register a hook on the parameters, or call it inside of the layer."
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: _backward,
+    _GRAD.__get__: _gradient,
+    _GRAD.__set__: _set_gradient,
+    _GRAD.__delete__: _set_gradient,
+    Tensor.__iter__: _over_rows,
+    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
+    Tensor.set_: _refused("`set_`", _WRITE),
+    Tensor.requires_grad_: _require_gradient,
+    Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
+    Tensor.register_hook: _refused("`register_hook`", _HOOK),
+    Tensor.retain_grad: _refused("`retain_grad`", _HOOK),
+    torch.autograd.grad: _refused(
+        "`torch.autograd.grad`",
+        "call it inside of one layer, or call `backward` and use `.grad`.",
+    ),
+}
+"""By the function: ``(microbatch, its arguments) -> its result``."""

@@ -1,0 +1,73 @@
+"""Layers that keep, share and change things, and steps that use gradients: as in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import pytest
+import torch
+
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.unit.values.models import Trained, plainly
+from tests.unit.values.state_models import (
+    NAMES,
+    common_leaf,
+    early_gradient,
+    hidden_change,
+    hidden_item,
+    hidden_write,
+    on_stages,
+    other_layout,
+    refused,
+    several_stages,
+    written_by_a_hook,
+)
+
+
+@lru_cache
+def trained(stages: int) -> list[list[Trained]]:
+    """All models on all ranks, in one job: ranks take time to start."""
+    cases = [(name, "1f1b", False) for name in NAMES]
+    return run_ranks(on_stages, stages, cases, timeout=600)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
+    at = NAMES.index(name)
+    expected: Sequence[float | None]
+    if name == "SetsDropout":
+        # It draws, from streams of each layer.
+        one = trained(1)[0][at]
+        expected, parameters, noted = one.losses, one.held, one.noted
+    else:
+        expected, parameters, noted = plainly(name)
+    ranks = [each[at] for each in trained(stages)]
+    losses = [
+        next(loss for loss in each if loss is not None)
+        for each in zip(*(rank.losses for rank in ranks), strict=True)
+    ]
+    assert losses == expected
+    held = {name: each for rank in ranks for name, each in rank.held.items()}
+    assert held.keys() == parameters.keys()
+    assert [name for name, each in held.items() if not torch.equal(each, parameters[name])] == []
+    assert all(rank.noted == noted for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (hidden_change, "assign the attribute in every call"),
+        (hidden_write, "Do it in every call"),
+        (hidden_item, "Do it in every call"),
+        (other_layout, "contiguous()"),
+        (early_gradient, "on_before_optimizer_step"),
+        (common_leaf, "Make it a parameter of the module"),
+        (several_stages, "foreach=False"),
+        (written_by_a_hook, "may only look"),
+    ],
+)
+def test_what_is_refused_is_told_with_advice(step: Callable[..., object], advice: str) -> None:
+    outcomes = run_ranks(refused, 2, step, grace=1, expect_failure=True)
+    assert advice in "\n".join(outcome.message for outcome in outcomes if outcome.failed)
