@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -86,11 +87,14 @@ class Stages:
             torch.set_num_threads(1)
             try:
                 if self.failure is None:
-                    results[stage] = work(stage)
+                    with run_by(None):
+                        results[stage] = work(stage)
             except _Ended:
                 pass
             except BaseException as error:
                 self.failure = self.failure or (stage, error)
+                # Steps that are suspended end with their thread.
+                traceback.clear_frames(error.__traceback__)
             self._is_over[stage] = True
             self._next(stage)
 
