@@ -812,6 +812,32 @@ def _write(make: _Maker) -> Iterator[Any]:
         )
 
 
+def _write_old(make: _Maker) -> Iterator[Any]:
+    """Writes to what others may have used, or to a view that stays."""
+    x, y, n = make.x(), make.x(), make.number()
+    if x == "x0":
+        return
+    view = make.new("v")
+    kind = make.pick(0, 1, 2, 3)
+    if kind == 0:
+        yield f"{x}.mul_({n})"
+    elif kind == 1:
+        yield f"{view} = {x}[:, 1:3]"
+        yield f"{view} *= {n}"
+        yield f"{make.new_scalar()} = {view}.mean()"
+    elif kind == 2:
+        new = make.new_x()
+        yield f"{new} = {x} * {n}"
+        yield f"{view} = {new}.transpose(1, 2)"
+        yield f"{view}[:, 0] += {y}[:, :, 1]"
+        yield make.assigned(f"{view}.transpose(1, 2)")
+    else:
+        new = make.new_x()
+        yield f"{new} = {x} + {y}"
+        yield f"{view} = {new}.detach()"
+        yield f"{view}[:, 0] = {n}"
+
+
 def _region(make: _Maker) -> Iterator[Any]:
     if make.is_deep:
         return
@@ -1019,6 +1045,42 @@ def _guarded(make: _Maker) -> Iterator[Any]:
     yield Block("if self.rank == 0:", (f"self.lines.append({number})",))
 
 
+def _leave(make: _Maker) -> Iterator[Any]:
+    """No loss, for some microbatches."""
+    if make._depth or make.by_hand:
+        return
+    test = make.pick("turn == 1", f"{make.x()}.mean() > 1", f"{make.scalar()} < -1")
+    yield Block(f"if {test}:", ("return None",))
+
+
+def _copied(make: _Maker) -> Iterator[Any]:
+    """Python's own copies and containers."""
+    x, y = make.x(), make.x()
+    if make.pick(True, False):
+        name = make.new("d")
+        yield f'{name} = {{"a": {x}, "b": [{y}, {{"c": {x}}}]}}'
+        yield make.assigned(f"{name}['a'] * {name}['b'][0] + {name}['b'][-1]['c']")
+    else:
+        yield f"best = max([{x}, {y}], key=lambda one: one.sum().item())"
+        yield make.assigned("best + 0.5")
+
+
+def _hooked(make: _Maker) -> Iterator[Any]:
+    """A hook on a layer, for one call."""
+    at, x, taken = make.pick(*make.layer_numbers()), make.x(), make.new("t")
+    if make.layer_name(at) not in ("Linear", "Norm", "Act", "Mlp", "Conv", "Partly"):
+        return
+    inside = ".up" if make.layer_name(at) == "Mlp" and make.pick(True, False) else ""
+    yield f"{taken} = []"
+    yield (
+        f"handle = self.layers[{at}]{inside}.register_forward_hook("
+        f"lambda _, __, out: {taken}.append(out))"
+    )
+    yield make.assigned(f"self.layers[{at}]({x})")
+    yield "handle.remove()"
+    yield f"{make.new_scalar()} = {taken}[0].pow(2).mean()"
+
+
 def _backward(make: _Maker) -> Iterator[Any]:
     """A loss on the way; what is used behind it is computed anew."""
     if make._depth or not make.by_hand:
@@ -1037,6 +1099,10 @@ PIECES: list[tuple[Piece, float]] = [
     (_operation, 5),
     (_view, 2),
     (_write, 2),
+    (_write_old, 0.5),
+    (_leave, 0.2),
+    (_copied, 0.5),
+    (_hooked, 0.4),
     (_region, 0.7),
     (_detach, 0.7),
     (_scalar, 1.5),
