@@ -362,7 +362,9 @@ class Microbatch:
                     here[at] = plain
         others: dict[str, Tensor] = {}
         for name, parameter in call.parameters:
-            if self._core.parameter_owners[parameter] != stage:
+            account = self._accounts.get(parameter)
+            has_left = account is not None and account.has_left
+            if self._core.parameter_owners[parameter] != stage or has_left:
                 plain = self._at(parameter, stage, with_gradient, call.label)
                 if plain is not None:
                     others[name] = plain
