@@ -140,6 +140,9 @@ class Engine:
                 if with_backward and result is not None:
                     # An operation of the program: every stage has a part in it.
                     microbatch.root = result / len(batches)
+                else:
+                    # No backward follows, and so no gradient comes.
+                    microbatch.first_gradient = None
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
