@@ -187,8 +187,8 @@ def _keep_undefined(result: Any) -> None:
     """
     outputs = result if isinstance(result, tuple) else (result,)
     nodes = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    node = next((x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)), None)
-    if node is None:
+    own = [x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)]
+    if not own:
         return
     is_defined = [True]
 
@@ -198,8 +198,8 @@ def _keep_undefined(result: Any) -> None:
     def after(gradients: Any, _: Any) -> Any:
         return None if is_defined[0] else (None,) * len(gradients)
 
-    node.register_prehook(before)
-    node.register_hook(after)
+    own[0].register_prehook(before)
+    own[0].register_hook(after)
 
 
 class _Applied:

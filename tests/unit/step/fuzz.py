@@ -132,9 +132,7 @@ def _end_step(
         parameter.grad = None
 
 
-def on_stages(
-    program: Program, schedules: Iterable[tuple[str, bool]], order: int
-) -> list[Trained]:
+def on_stages(program: Program, schedules: Iterable[tuple[str, bool]], order: int) -> list[Trained]:
     """Trains on the program's stages, one schedule after the other.
 
     Raises:
@@ -147,9 +145,7 @@ def on_stages(
     for stage, module in enumerate(modules):
         module.rank = stage
         mailbox = stages.mailboxes[stage]
-        core = Core(
-            module, list(module.layers), lambda at, _: program.owners[at], mailbox, CPU
-        )
+        core = Core(module, list(module.layers), lambda at, _: program.owners[at], mailbox, CPU)
         _spoil(core)
         cores.append(core)
     all_batches = [batches_of(program, len(schedules)) for _ in modules]

@@ -328,6 +328,7 @@ _DRAWS = ("Dropped", "dropout", "bernoulli")
 
 # --- programs ---
 
+
 @dataclass(frozen=True)
 class Block:
     """A statement with an indented body."""
@@ -549,7 +550,9 @@ class _Maker:
         body = list(self._body(pick.randint(4, 14)))
         body += self._end()
         like = [at for at, name in enumerate(self._layers) if name == "Linear"]
-        tied = [tuple(sorted(pick.sample(like, 2)))] if len(like) > 2 and pick.random() < 0.3 else []
+        tied = (
+            [tuple(sorted(pick.sample(like, 2)))] if len(like) > 2 and pick.random() < 0.3 else []
+        )
         frozen = [pick.randrange(1, len(self._layers))] if pick.random() < 0.2 else []
         rows = [2] * pick.randint(1, 5)
         if pick.random() < 0.4:
@@ -843,7 +846,9 @@ def _region(make: _Maker) -> Iterator[Any]:
         return
     new = make.new("x")
     head = make.pick(
-        "with torch.no_grad():", "with torch.no_grad():", 'with torch.autocast("cpu", torch.bfloat16):'
+        "with torch.no_grad():",
+        "with torch.no_grad():",
+        'with torch.autocast("cpu", torch.bfloat16):',
     )
     yield make.inside(head, make.pick(1, 2), new)
     yield f"{new} = {new}.float()"
