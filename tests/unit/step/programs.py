@@ -1,10 +1,10 @@
 """Random training steps, which print as short Python programs.
 
-A program is a list of layers with their stages, and the body of a ``step``. The body is made line by
-line from small pieces of what users write: calls of layers, operations, views, writes, reads,
+A program is a list of layers with their stages, and the body of a ``step``. The body is made line
+by line from small pieces of what users write: calls of layers, operations, views, writes, reads,
 branches and loops on what was read, Python lists and counters, random draws, regions without
-gradients, and so on. A piece uses what is there (``x``: tensors of ``(rows, TIME, WIDTH)``, scalars,
-Python numbers), so nearly all programs run; those that plain torch refuses are thrown away.
+gradients, and so on. A piece uses what is there (``x``: tensors of ``(rows, TIME, WIDTH)``,
+scalars, Python numbers), so nearly all programs run; those that torch refuses are thrown away.
 """
 
 from __future__ import annotations
@@ -405,9 +405,10 @@ class Program:
             yield replace(self, rows=self.rows[:-1])
         if set(self.rows) != {2}:
             yield replace(self, rows=(2,) * len(self.rows))
-        for name in ("tied", "frozen"):
-            if getattr(self, name):
-                yield replace(self, **{name: ()})
+        if self.tied:
+            yield replace(self, tied=())
+        if self.frozen:
+            yield replace(self, frozen=())
         if self.num_stages > 2:
             fewer = self.num_stages - 1
             owners = tuple(min(owner, fewer - 1) for owner in self.owners)
@@ -700,9 +701,9 @@ def _layer(make: _Maker) -> Iterator[Any]:
             yield f"{new}, {state} = {call}({new}, {state})"
     elif name == "Attention":
         y = make.x()
-        yield make.assigned(
-            f"{call}({make.pick(x, f'{x}, {y}', f'{x}, memory={y}', f'{x}, scale={make.number()}')})"
-        )
+        scale = make.number()
+        given = make.pick(x, f"{x}, {y}", f"{x}, memory={y}", f"{x}, scale={scale}")
+        yield make.assigned(f"{call}({given})")
     elif name == "Keeping":
         yield make.assigned(f"{call}({x})")
         if make.pick(True, False):

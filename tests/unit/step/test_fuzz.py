@@ -13,7 +13,6 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.mailbox import Key, Message, Place
 from lightning_pipeshift.runtime.comm.mailbox import Kind as MessageKind
 from lightning_pipeshift.step.engine import Engine
-from lightning_pipeshift.values.account import Account
 from tests.unit.step.fuzz import Outcome, check, checked, shrunk
 from tests.unit.step.programs import Block, Program, random_program
 from tests.unit.step.together import Hang, StageError, Stages
@@ -110,17 +109,12 @@ def _loses_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Message, "tensor", lambda *args: plain(*args).contiguous())
 
 
-def _keeps_old_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Account, "refresh", lambda _: None)
-
-
 @pytest.mark.parametrize(
     ("fault", "kinds"),
     [
         (_runs_ahead, {"differs", "fails"}),
         (_keeps_the_order, {"hangs"}),
         (_loses_strides, {"differs"}),
-        (_keeps_old_copies, {"differs", "fails"}),
     ],
 )
 def test_faults_of_the_core_are_found(

@@ -1,7 +1,7 @@
-"""Runs the stages of a virtual machine in one process, one at a time, in an order that a seed draws.
+"""Runs the stages of a virtual machine in one process, one at a time, in a random order.
 
-Every stage is a thread with its own engine. Only one of them runs; where it waits for a message, and
-now and then where it sends one, another goes on, or a message is delivered. Which, is drawn: so a
+Every stage is a thread with its own engine. Only one of them runs; where it waits for a message,
+and now and then where it sends one, another goes on, or a message is delivered. A seed decides: a
 run can be repeated exactly, and many runs see many orders of events. When all stages wait and no
 message is under way, they wait for ever: that is found at once.
 
