@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pipeshift.plan.schedule.actions import Kind
-from lightning_pipeshift.runtime.comm.mailbox import Key, Message, Place
+from lightning_pipeshift.runtime.comm.mailbox import Key, Place
 from lightning_pipeshift.runtime.comm.mailbox import Kind as MessageKind
 from lightning_pipeshift.step.engine import Engine
 from tests.unit.step.fuzz import Outcome, check, checked, shrunk
@@ -104,17 +104,11 @@ def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "_run_backward", run_backward)
 
 
-def _loses_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Message.tensor
-    monkeypatch.setattr(Message, "tensor", lambda *args: plain(*args).contiguous())
-
-
 @pytest.mark.parametrize(
     ("fault", "kinds"),
     [
         (_runs_ahead, {"differs", "fails"}),
         (_keeps_the_order, {"hangs"}),
-        (_loses_strides, {"differs"}),
     ],
 )
 def test_faults_of_the_core_are_found(
