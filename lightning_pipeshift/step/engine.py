@@ -151,6 +151,9 @@ class Engine:
                 if with_backward:
                     # An operation of the program: every stage has a part in it.
                     microbatch.root = find_root(result, turn)
+                    if microbatch.root is None:
+                        # No backward follows, and so no gradient comes.
+                        microbatch.first_gradient = None
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
@@ -182,7 +185,7 @@ class Engine:
     def _may_pass(self, suspended: SuspendableMicrobatch) -> bool:
         """Whether a later microbatch may go on while this one waits."""
         wait = suspended.waits_for
-        return self._overlaps and wait is not None and wait[0].kind is Carries.READ
+        return self._overlaps and wait is not None and wait[0].kind in (Carries.READ, Carries.TOLD)
 
     def _waits(self, live: dict[int, SuspendableMicrobatch]) -> Iterator[tuple[int, Key, Place]]:
         """The suspended microbatches that may go on, by their turns, and what they wait for: up to

@@ -182,7 +182,8 @@ class Core:
         self._place_forwards()
         placed = {*self.module.parameters(), *self.parameter_owners}
         classes = {tensor: type(tensor) for tensor in placed}
-        before = torch.autograd.Function.apply
+        # As it is in the class: bound to the class, it would call no subclass's forward.
+        before = torch.autograd.Function.__dict__["apply"]
         for tensor in placed:
             tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
@@ -294,21 +295,44 @@ class _PlacedForward:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
-    plain = apply_function.__get__(None, cls)
     microbatch = running()
     if microbatch is None or not any(isinstance(x, PLACED) for x in args):
-        return plain(*args, **kwargs)
-    return microbatch.operation(_Applied(cls, plain), args, kwargs)
+        return _Applied(cls)(*args, **kwargs)
+    return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _keep_undefined(result: Any) -> None:
+    """Makes a function's backward give no gradients if it gets none. Torch does not call it then:
+    but the gradient of a value that another stage uses comes even if it is not defined. The
+    function would get zeros instead, and parameters before it a gradient.
+    """
+    outputs = result if isinstance(result, tuple) else (result,)
+    nodes = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
+    own = [x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)]
+    if not own:
+        return
+    is_defined = [True]
+
+    def before(gradients: Any) -> None:
+        is_defined[0] = any(x is not None for x in gradients)
+
+    def after(gradients: Any, _: Any) -> Any:
+        return None if is_defined[0] else (None,) * len(gradients)
+
+    own[0].register_prehook(before)
+    own[0].register_hook(after)
 
 
 class _Applied:
     """A user's autograd function as an operation; equal for equal classes."""
 
-    def __init__(self, cls: Any, plain: Callable[..., Any]) -> None:
-        self._cls, self._plain, self.__name__ = cls, plain, f"{cls.__name__}.apply"
+    def __init__(self, cls: Any) -> None:
+        self._cls, self.__name__ = cls, f"{cls.__name__}.apply"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain(*args, **kwargs)
+        result = apply_function.__get__(None, self._cls)(*args, **kwargs)
+        _keep_undefined(result)
+        return result
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Applied) and other._cls is self._cls

@@ -482,7 +482,9 @@ class Microbatch:
                     here[at] = plain
         others: dict[str, Tensor] = {}
         for name, parameter in call.parameters:
-            if self.core.parameter_owners[parameter] != stage:
+            account = self.accounts.get(parameter)
+            has_left = account is not None and account.has_left
+            if self.core.parameter_owners[parameter] != stage or has_left:
                 plain = self.bring(parameter, stage, with_gradient, call.label)
                 if plain is not None:
                     others[name] = plain
@@ -630,7 +632,7 @@ class Microbatch:
 
     def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
-        key = self._key(stage, Kind.READ)
+        key = self._key(stage, Kind.TOLD)
         if self.stage != stage:
             message = self.receive(key, self._place(label))
             assert message.data is not None

@@ -21,7 +21,7 @@ import enum
 import pickle
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     WAIT = 3
     END = 4
     ASK = 5
+    TOLD = 6
 
 
 class _Form(enum.IntEnum):
@@ -150,6 +151,8 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 _NOWHERE = Place("", 0, "")
+_Answer = tuple[int, Key, Tensor | None]
+"""Of a stage that has asked for a value: the stage, the message, and the value if there is one."""
 
 
 class _Wait(NamedTuple):
@@ -294,8 +297,9 @@ class Mailbox:
         """
         with self._offering:
             self._offers[key] = None if tensor is None else (tensor, version_of(tensor))
-            for to, phase in self._asked.pop(key, {}).items():
-                self._consider(to, key, phase)
+            asked = self._asked.pop(key, {})
+            answers = [self._answer(to, key, phase) for to, phase in asked.items()]
+        self._send_all(answers)
 
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
         """Sends a value that is read to all other stages, once."""
@@ -317,19 +321,27 @@ class Mailbox:
         asked = key._replace(source=self.stage, kind=Kind.ASK)
         self.send(key.source, asked, place._replace(digest=phase), None)
 
-    def _consider(self, to: int, key: Key, phase: int) -> None:
-        """Answers a stage that has asked, unless this one may still come to read the value."""
+    def _answer(self, to: int, key: Key, phase: int) -> _Answer | None:
+        """The answer to a stage that has asked; ``None`` if it has one, or if this stage may still
+        come to read the value.
+        """
         told = self._told.setdefault(key, set())
         offer = self._offers.get(key)
         # Not what has been written to since.
         has_one = offer is not None and version_of(offer[0]) == offer[1]
         if to in told:
-            return
+            return None
         if not has_one and phase > self._past:
             self._asked.setdefault(key, {})[to] = phase
-            return
+            return None
         told.add(to)
-        self.send(to, key, _NOWHERE, offer[0] if offer is not None and has_one else None)
+        return to, key, offer[0] if offer is not None and has_one else None
+
+    def _send_all(self, answers: Iterable[_Answer | None]) -> None:
+        for answer in answers:
+            if answer is not None:
+                to, key, tensor = answer
+                self.send(to, key, _NOWHERE, tensor)
 
     def pass_phase(self, phase: int) -> None:
         """Tells that this stage reads nothing any more in a phase, and those before.
@@ -340,9 +352,12 @@ class Mailbox:
         with self._offering:
             self._past = phase
             asked, self._asked = self._asked, {}
-            for key, stages in asked.items():
-                for to, of_reader in stages.items():
-                    self._consider(to, key, of_reader)
+            answers = [
+                self._answer(to, key, of_reader)
+                for key, stages in asked.items()
+                for to, of_reader in stages.items()
+            ]
+        self._send_all(answers)
 
     def forget(self, run: int) -> None:
         """Drops what is kept for readers of runs before this one."""
@@ -399,9 +414,10 @@ class Mailbox:
                     self._latest[_direction(key)] = serial
             self._arrived.notify_all()
         if key.kind is Kind.ASK:
+            wanted = key._replace(source=self.stage, kind=Kind.READ)
             with self._offering:
-                wanted = key._replace(source=self.stage, kind=Kind.READ)
-                self._consider(source, wanted, digest)
+                answer = self._answer(source, wanted, digest)
+            self._send_all([answer])
         return key.kind is not Kind.END
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:

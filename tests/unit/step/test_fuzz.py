@@ -1,0 +1,163 @@
+"""Random programs train the bits of a plain loop, and none hangs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.runtime.comm.mailbox import Key, Place
+from lightning_pipeshift.runtime.comm.mailbox import Kind as MessageKind
+from lightning_pipeshift.step.engine import Engine
+from tests.unit.step.fuzz import Outcome, check, checked, shrunk
+from tests.unit.step.programs import Block, Program, random_program
+from tests.unit.step.together import Hang, StageError, Stages
+
+PROGRAMS, PARTS = 300, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_train_the_bits_of_a_plain_loop(part: int) -> None:
+    kinds: Counter[str] = Counter()
+    num_suspended = 0
+    for seed in range(part, PROGRAMS, PARTS):
+        _, outcome = checked(seed)
+        kinds[outcome.kind] += 1
+        num_suspended += outcome.num_suspended
+        if outcome.is_fault:
+            program, outcome = shrunk(random_program(seed), outcome)
+            pytest.fail(f"seed {seed} {outcome.kind}:\n{program}\n{outcome.text}")
+    # Hardly any program is refused or no program at all: a fuzzer of these would find nothing.
+    assert kinds["same"] > 0.85 * PROGRAMS / PARTS
+    assert num_suspended > PROGRAMS / PARTS
+
+
+def program(
+    *body: Any,
+    layers: str,
+    owners: tuple[int, ...],
+    rows: tuple[int, ...] = (2,),
+    tied: tuple[tuple[int, int], ...] = (),
+) -> Program:
+    """A program by hand."""
+    return Program(1, max(owners) + 1, tuple(layers.split()), owners, tied, (), rows, body)
+
+
+# What the fuzzer has found, made smaller.
+FOUND = {
+    "a tied weight that another stage used twice, and then its owner": program(
+        "x = self.layers[1](self.layers[1](x0))",
+        "x = self.layers[0](x)",
+        "return x.pow(2).mean()",
+        layers="Linear Linear",
+        owners=(0, 1),
+        tied=((0, 1),),
+    ),
+    "a user's function, whose result another stage uses for nothing": program(
+        "x = self.layers[0](x0)",
+        "y, z = Mixed.apply(x, x0)",
+        "unused = self.layers[1](y)",
+        "return self.layers[2](x0).pow(2).mean()",
+        layers="Linear Linear Linear",
+        owners=(0, 1, 0),
+    ),
+    "a microbatch without a loss, whose value another stage has used": program(
+        "x = self.layers[1](self.layers[0](x0))",
+        Block("if turn == 1:", ("return None",)),
+        "return x.pow(2).mean()",
+        layers="Linear Linear",
+        owners=(0, 1),
+        rows=(2, 2, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_the_fuzzer_found(name: str) -> None:
+    for order in range(3):
+        outcome = check(FOUND[name], order)
+        assert outcome.kind == "same", f"{outcome.reason}\n{outcome.text}"
+
+
+def _runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_may_begin", lambda *_: True)
+
+
+def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_backward(self: Any, todo: Any, live: Any, done: Any) -> bool:
+        return todo and todo[0].kind is Kind.BACKWARD and plain(self, todo, live, done)
+
+    plain = Engine._run_backward
+    monkeypatch.setattr(Engine, "_run_backward", run_backward)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        (_runs_ahead, {"differs", "fails"}),
+        (_keeps_the_order, {"hangs"}),
+    ],
+)
+def test_faults_of_the_core_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert any(checked(seed)[1].kind in kinds for seed in range(PROGRAMS))
+
+
+KEY, PLACE = Key(0, 1, 0, MessageKind.VALUE, 0, 1), Place("layer", 0, "model.py:1")
+
+
+def test_stages_that_wait_for_each_other_are_told_at_once() -> None:
+    stages = Stages(2, seed=0)
+
+    def work(stage: int) -> None:
+        stages.mailboxes[stage].take(KEY._replace(source=1 - stage), PLACE)
+
+    with pytest.raises(StageError, match=r"stage 0 is at `layer` .* stage 1 is at `layer`") as told:
+        stages.run(work)
+    assert isinstance(told.value.cause, Hang)
+
+
+def test_a_write_before_a_flush_is_seen_by_the_receiver() -> None:
+    def received(flushes: bool) -> list[float]:
+        stages = Stages(2, seed=0, yields=0)
+
+        def work(stage: int) -> list[float]:
+            mailbox = stages.mailboxes[stage]
+            if stage:
+                found: list[float] = mailbox.take(KEY, PLACE).tensor(torch.float32, (400,)).tolist()
+                return found
+            x = torch.ones(400)
+            mailbox.send(1, KEY, PLACE, x)
+            if flushes:
+                mailbox.flush()
+            x.zero_()
+            return []
+
+        return stages.run(work)[1]
+
+    assert received(flushes=True) == [1.0] * 400
+    assert received(flushes=False) == [0.0] * 400
+
+
+def test_a_failing_program_is_made_smaller() -> None:
+    def fails(smaller: Program) -> Outcome:
+        return Outcome("fails" if "softmax" in str(smaller) else "same", "softmax")
+
+    large = next(one for one in map(random_program, range(100)) if "softmax" in str(one))
+    small, _ = shrunk(large, fails(large), check=fails)
+    assert len(small.lines()) == 3
