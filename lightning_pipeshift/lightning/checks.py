@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipeshift.compat.lightning_private import datamodule_of
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import ConfigurationError, some_of
+from lightning_pipeshift.runtime.planning.make_plan import Settings
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
@@ -30,13 +31,16 @@ def check_devices(devices: Iterable[torch.device]) -> None:
         )
 
 
-def check_run(module: pl.LightningModule, is_plain: bool) -> None:
+def check_run(module: pl.LightningModule, is_plain: bool, may_optimize: bool) -> None:
     """Raises ConfigurationError for a run that cannot be a pipeline.
 
     Args:
         module: the module to train.
         is_plain: whether one device runs the user's own steps, each on a whole batch.
+        may_optimize: whether steps may call ``backward`` and optimizers themselves.
     """
+    if not module.automatic_optimization and may_optimize:
+        return
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
@@ -67,16 +71,19 @@ def check_backward(module: pl.LightningModule) -> None:
         )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], is_plain: bool) -> None:
+def check_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], is_plain: bool, may_be_several: bool
+) -> None:
     """Raises ConfigurationError for optimizers that cannot step one stage's parameters by
     themselves.
 
     Args:
         optimizers: those of the run.
         is_plain: whether one device runs the user's own steps, each on a whole batch.
+        may_be_several: whether there may be more than one.
     """
     optimizers = list(optimizers)
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and not may_be_several:
         raise several_optimizers()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
@@ -85,6 +92,36 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], is_plain: bool
                 "stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam, "
                 "AdamW, ...). (One device takes it, with `microbatches=1`.)"
             )
+
+
+def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
+    """Raises ConfigurationError for settings that ``core="values"`` does not have yet.
+
+    Args:
+        settings: of the run.
+        num_vms: how many virtual machines there are.
+        is_automatic: whether the strategy calls ``backward`` and the optimizer.
+    """
+    found = [
+        what
+        for what, is_found in (
+            (f"schedule={settings.schedule!r}", settings.is_asynchronous),
+            ("MemoryCompression", settings.memory is not None),
+            ("recompute='full'", settings.recompute == "full"),
+            ("LayerMigration", settings.watch is not None),
+            ("a run that only measures", settings.only_measures),
+            (
+                "manual optimization with several virtual machines (replicas of the pipeline)",
+                num_vms > 1 and not is_automatic,
+            ),
+        )
+        if is_found
+    ]
+    if found:
+        raise ConfigurationError(
+            f"`core='values'` does not work with {some_of(found)} yet. Use `core='trace'`, or leave"
+            " this out."
+        )
 
 
 def several_optimizers() -> ConfigurationError:

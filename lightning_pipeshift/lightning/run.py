@@ -21,6 +21,7 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
+from lightning_pipeshift.lightning.value_training import ValueTraining
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
@@ -28,6 +29,7 @@ from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousP
 from lightning_pipeshift.runtime.step.control_files import ControlFiles
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.status import status_of
+from lightning_pipeshift.step.pipeline import ValuePipeline
 
 # Attributes of LightningModule and Metric themselves are not the user's state.
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", TRAINER}
@@ -71,7 +73,9 @@ class Run:
         topology = connection.replicas.topology
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         kinds: Any = (Pipeline, TrainingSteps)
-        if settings.is_asynchronous and not is_plain:
+        if settings.core == "values":
+            kinds = (ValuePipeline, ValueTraining)
+        elif settings.is_asynchronous and not is_plain:
             kinds = (AsynchronousPipeline, AsynchronousTraining)
         make_pipeline, make_training = kinds
         pipeline: Pipeline = make_pipeline(

@@ -42,6 +42,7 @@ from lightning_pipeshift.lightning.checks import (
     check_packages,
     check_processes,
     check_run,
+    check_values,
     several_optimizers,
 )
 from lightning_pipeshift.lightning.connection import Connection, RankPlace
@@ -165,6 +166,7 @@ class PipeShiftStrategy(ParallelStrategy):
         stall_timeout: float = STALL_SECONDS,
         lane_marks: bool | dict[str, int] = True,
         overlap_updates: bool = True,
+        core: Literal["trace", "values"] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -187,6 +189,7 @@ class PipeShiftStrategy(ParallelStrategy):
             stall_timeout=stall_timeout,
             lane_marks=lane_marks,
             overlap_updates=overlap_updates,
+            core=core or os.environ.get("PIPESHIFT_CORE", "trace"),  # type: ignore[arg-type]
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -576,7 +579,10 @@ class PipeShiftStrategy(ParallelStrategy):
             self._choose_numbers(trainer)
         settings = self._settings(trainer, self._random_state.begin_run())
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
-        check_run(module, is_plain)
+        on_values, is_automatic = settings.core == "values", module.automatic_optimization
+        if on_values:
+            check_values(settings, connection.replicas.count, is_automatic)
+        check_run(module, is_plain, may_optimize=on_values)
         check_shares(settings.batch_shares, connection.replicas.count)
         # Lightning's own samplers support neither shares nor global batches.
         if self._shares_data is None:
@@ -591,7 +597,7 @@ class PipeShiftStrategy(ParallelStrategy):
         if trains:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, is_plain)
+            check_optimizers(self.optimizers, is_plain, on_values and not is_automatic)
         self.setup_precision_plugin()
 
     def _settings(self, trainer: pl.Trainer, seed: int) -> Settings:

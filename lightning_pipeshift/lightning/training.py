@@ -198,6 +198,8 @@ class TrainingSteps:
             step=step,
             step_number=number,
             loss_scale=loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
+            num_accumulated=trainer.accumulate_grad_batches,
+            scale=loss_scale_of(trainer.precision_plugin, 1),
             optimizers=trainer.optimizers,
             wants_result=are_results_used(trainer, "train_step"),
             is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),

@@ -96,6 +96,7 @@ class Engine:
 
     def __init__(self, core: Core, overlaps: bool = False) -> None:
         self._core, self._overlaps = core, overlaps
+        self._before_last_backward: Callable[[], object] | None = None
         self.num_suspended = 0
         """How often a step went on after it was suspended."""
 
@@ -105,6 +106,8 @@ class Engine:
         batches: Sequence[Any],
         function: Callable[[Any, int], Any],
         row: Iterable[Action],
+        root_of: Callable[[Any, int], Any] | None = None,
+        before_last_backward: Callable[[], object] | None = None,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -112,14 +115,19 @@ class Engine:
             step: its number, for the random streams.
             batches: one for each microbatch.
             function: the user's step: ``(batch, number of the microbatch) -> loss``.
-            row: this stage's forwards and backwards. The gradient of each loss is that of its part
-                of the mean over all microbatches.
+            row: this stage's forwards and backwards.
+            root_of: what the backward begins with, given what the function returned, and the number
+                of the microbatch; ``None`` to skip it. By default the part of the mean over all
+                microbatches.
+            before_last_backward: called on this stage before its last backward.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
         """
         core = self._core
         core.begin()
+        self._before_last_backward = before_last_backward
+        find_root = root_of or partial(_part_of_mean, len(batches))
         todo = deque(row)
         with_backward = any(action.kind is Kind.BACKWARD for action in todo)
         live: dict[int, SuspendableMicrobatch] = {}
@@ -137,10 +145,10 @@ class Engine:
         def begin(turn: int) -> None:
             def body(microbatch: SuspendableMicrobatch) -> Any:
                 result = function(batches[turn], turn)
-                if with_backward and result is not None:
+                if with_backward:
                     # An operation of the program: every stage has a part in it.
-                    microbatch.root = result / len(batches)
-                else:
+                    microbatch.root = find_root(result, turn)
+                if microbatch.root is None:
                     # No backward follows, and so no gradient comes.
                     microbatch.first_gradient = None
                 return result
@@ -212,6 +220,9 @@ class Engine:
             return False
         del todo[at]
         del done[microbatch.turn]
+        is_last = not any(one.kind is Kind.BACKWARD for one in todo)
+        if is_last and self._before_last_backward is not None:
+            self._before_last_backward()
         if microbatch.root is not None:
             with run_by(microbatch):
                 microbatch.backward(microbatch.root)
@@ -230,3 +241,7 @@ class Engine:
         if first is not None:
             waits.append(first)
         self._core.mailbox.wait_for_any([key for key, _ in waits], waits[0][1])
+
+
+def _part_of_mean(num_microbatches: int, result: Any, _: int) -> Any:
+    return None if result is None else result / num_microbatches

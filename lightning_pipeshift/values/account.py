@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
@@ -16,17 +18,26 @@ class Memory:
         writer: the stage of the last write; ``None`` before the first.
     """
 
-    __slots__ = ("num_tensors", "num_writes", "writer")
+    __slots__ = ("_accounts", "num_tensors", "num_writes", "writer")
 
     def __init__(self) -> None:
+        self._accounts: list[weakref.ref[Account]] = []
         self.num_tensors = 0
         self.num_writes = 0
         self.writer: int | None = None
 
-    def write(self, stage: int) -> None:
-        """Notes that an operation at a stage has written to the memory."""
+    def add(self, account: Account) -> None:
+        """Adds a value that shares the memory."""
+        self.num_tensors += 1
+        self._accounts.append(weakref.ref(account))
+
+    def write(self, stage: int) -> list[Account]:
+        """Notes that an operation at a stage has written to the memory; returns the accounts of the
+        values there.
+        """
         self.num_writes += 1
         self.writer = stage
+        return [account for each in self._accounts if (account := each()) is not None]
 
 
 class Account:
@@ -48,9 +59,12 @@ class Account:
         has_left: whether consumers elsewhere have used it with its gradient: ``link`` may be
             another tensor with the same memory then.
         era: when it was computed, by the backwards of its step; ``None``: at no certain time.
+        name: the run, the microbatch and the number of the value in it; ``None``: a parameter.
+        seen: here, what another stage has sent for a read; it may be of a write before.
     """
 
     __slots__ = (
+        "__weakref__",
         "_num_writes",
         "era",
         "has_left",
@@ -58,8 +72,10 @@ class Account:
         "last",
         "link",
         "memory",
+        "name",
         "owner",
         "requires_grad",
+        "seen",
         "tensor",
     )
 
@@ -68,8 +84,10 @@ class Account:
     ) -> None:
         self.requires_grad = requires_grad
         self.memory = Memory() if memory is None else memory
-        self.memory.num_tensors += 1
+        self.memory.add(self)
         self.era: tuple[int, int, int] | None = None
+        self.name: tuple[int, int, int] | None = None
+        self.seen: tuple[int, Tensor] | None = None
         self.begin(owner, tensor)
 
     def begin(self, owner: int, tensor: Tensor | None) -> None:
@@ -80,6 +98,11 @@ class Account:
         self.last = owner
         self.has_left = False
         self._num_writes = self.memory.num_writes
+
+    @property
+    def version(self) -> int:
+        """How often the memory had been written to when the bytes were computed."""
+        return self._num_writes
 
     def refresh(self) -> None:
         """Forgets the copies at other stages if the memory was written to, through a view perhaps.

@@ -97,9 +97,14 @@ class _Rooted(torch.autograd.Function):
 
 
 class ContractFinder:
-    """Runs calls on fake tensors."""
+    """Runs calls on fake tensors.
 
-    def __init__(self) -> None:
+    Args:
+        device: where tensors would be whose memory another stage has.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_runs = 0
         """How many calls were run on fake tensors so far."""
@@ -182,8 +187,9 @@ class ContractFinder:
         )
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
+        there = self._device if tensor.is_meta else tensor.device
         new = torch.empty_strided(
-            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=there
         )
         if not tensor.requires_grad:
             return new

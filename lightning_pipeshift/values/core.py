@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ class Core:
         mailbox: connects the stages.
         device: where this stage computes.
         seed: of the random streams.
+        holders: tells which stages have a parameter's bytes, besides the one that owns it.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Core:
         mailbox: Mailbox,
         device: torch.device,
         seed: int = 0,
+        holders: Callable[[Tensor], Iterable[int]] = lambda _: (),
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.streams = RandomStreams(device)
-        self.finder = ContractFinder()
+        self.finder = ContractFinder(device)
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
@@ -66,9 +68,16 @@ class Core:
         for at, named in enumerate(self.parameters):
             for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
                 self.parameter_owners.setdefault(tensor, owners(at, 0))
+        self.holders = holders
+        self.written: set[Tensor] = set()
+        """The parameters that steps have written to: only their owners have the new bytes."""
+        self.parameter_numbers = {
+            tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
+        }
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
+        self._sees_parameters = False
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -76,7 +85,7 @@ class Core:
         """A fake copy of a layer, or of one of its kind."""
         kind = self.kinds[number]
         if kind not in self._fakes:
-            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode)
+            self._fakes[kind] = fake_copy(self.layers[number], self.finder.fake_mode, self.device)
         fake = self._fakes[kind]
         copy_flags(self.layers[number], fake)
         return fake
@@ -94,33 +103,45 @@ class Core:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Context in which the layers run at their owners, inside of steps. Outside of it the
-        module is as it was.
-        """
-        placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
-        # As it is in the class: bound to the class, it would call no subclass's forward.
-        before = torch.autograd.Function.__dict__["apply"]
+        """Context in which layers run at their owners. Outside of it the module is as it was."""
         own = [layer.__dict__.get("forward") for layer in self.layers]
-        for tensor in placed:
-            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         for layer in self.layers:
             layer.__dict__["forward"] = _PlacedForward(self, layer)
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for layer, forward in zip(self.layers, own, strict=True):
                 del layer.__dict__["forward"]
                 if forward is not None:
                     layer.__dict__["forward"] = forward
+
+    @contextmanager
+    def seeing_parameters(self) -> Iterator[None]:
+        """Context of code that may use parameters as values: in it these have another class."""
+        if self._sees_parameters:
+            yield
+            return
+        placed = {*self.module.parameters(), *self.parameter_owners}
+        classes = {tensor: type(tensor) for tensor in placed}
+        # As it is in the class: bound to the class, it would call no subclass's forward.
+        before = torch.autograd.Function.__dict__["apply"]
+        for tensor in placed:
+            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        self._sees_parameters = True
+        try:
+            yield
+        finally:
+            self._sees_parameters = False
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
+        self.mailbox.pass_phase(2 * self.num_steps + 1)
         self.num_steps += 1
+        self.mailbox.forget(self.num_steps)
 
     def end(self, microbatches: Sequence[Microbatch]) -> None:
         """Ends a run; its microbatches are in their order.
@@ -130,6 +151,7 @@ class Core:
         """
         for microbatch in microbatches:
             self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
+        self.mailbox.pass_phase(2 * self.num_steps)
         self.mailbox.finish(self.num_steps)
 
     def held(self) -> dict[str, Tensor]:
@@ -162,7 +184,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
-            return microbatch.layer(number, args, kwargs)
+            with core.seeing_parameters():
+                return microbatch.layer(number, args, kwargs)
         if core.operation is not None and core.owners(number, 0) != core.stage:
             raise LayerError(
                 f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"

@@ -85,12 +85,18 @@ def _setting(x: Any) -> Any:
     return id(x)
 
 
-def fake_copy(layer: nn.Module, fake_mode: Any) -> nn.Module:
-    """A copy of a layer with fake parameters and buffers."""
+def fake_copy(layer: nn.Module, fake_mode: Any, device: torch.device) -> nn.Module:
+    """A copy of a layer with fake parameters and buffers.
+
+    Args:
+        layer: its own may have no memory here.
+        fake_mode: makes the fake ones.
+        device: where the layer would compute.
+    """
     memo: dict[int, Any] = {}
     with without_torch_function_of_subclasses(), fake_mode:
         for tensor in (*layer.parameters(), *layer.buffers()):
-            memo[id(tensor)] = _fake(tensor)
+            memo[id(tensor)] = _fake(tensor, device)
         for module in layer.modules():
             # Hooks may belong to the whole model.
             hooks = [x for name, x in module.__dict__.items() if "_hooks" in name]
@@ -104,9 +110,10 @@ def fake_copy(layer: nn.Module, fake_mode: Any) -> nn.Module:
                 layer.__dict__["forward"] = placed
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    there = device if tensor.is_meta else tensor.device
     new = torch.empty_strided(
-        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=there
     )
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 # Functions whose results' shapes depend on floats.
 _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
 DIGEST_MASK = (1 << 48) - 1
+OUTSIDE = -1
+"""The turn of what runs outside of steps."""
+# Values up to this size are kept to the end of the next run, for stages that read them alone.
+_KEPT_BYTES = 4096
 # A tensor, and the Python object of its storage.
 _USES_OF_ONE = 2
 # Code of these folders is not the user's.
@@ -91,7 +95,7 @@ class Microbatch:
         self._core, self.mailbox, self.stage = core, core.mailbox, core.stage
         self._run_number, self._step, self.turn = run_number, step, turn
         # Of messages, of calls of layers, and of operations that run at one stage.
-        self._serial = self._num_layers = self._num_operations = 0
+        self._serial = self._num_layers = self._num_operations = self._num_values = 0
         self.digest = core.digest
         self._accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
@@ -139,9 +143,17 @@ class Microbatch:
         account = self._accounts.get(tensor)
         if account is None:
             owner = self._core.parameter_owners[tensor]
-            held = tensor if owner == self.stage else None
-            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, held)
+            account = self._accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            self._begin_parameter(tensor, account)
         return account
+
+    def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
+        """Resets the account of a parameter or buffer to the stages that hold it."""
+        holders = {account.owner}
+        if tensor not in self._core.written:
+            holders.update(self._core.holders(tensor))
+        account.begin(account.owner, tensor if self.stage in holders else None)
+        account.holders = holders
 
     def _at(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
         """Brings a value to a stage.
@@ -217,6 +229,8 @@ class Microbatch:
         special = _SPECIAL.get(function)
         if special is not None:
             return special(self, *args, **kwargs)
+        if function in READS:
+            return self._read_by(function, args, kwargs)
         core = self._core
         arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
@@ -225,10 +239,7 @@ class Microbatch:
         try:
             contract = core.contracts[key]
         except KeyError:
-            contract = None
-            if function not in READS:
-                contract = core.finder.find(function, args, kwargs)
-            core.contracts[key] = contract
+            contract = core.contracts[key] = core.finder.find(function, args, kwargs)
         label = name_of(function)
         self._note(label, args)
         self._num_operations += 1
@@ -247,6 +258,64 @@ class Microbatch:
             "operation", core.seed, self._step, self.turn, self._num_operations
         )
         return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    # --- reads ---
+
+    def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function that reads values into Python, on this rank. Other ranks need not read
+        them: so this is no operation of the program.
+        """
+        label = name_of(function)
+        arguments = Arguments((args, kwargs), id)
+        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
+        self._place_parameters(placed)
+        plain = {id(x): self._read_here(x, label) for x in placed}
+        with run_by(None), without_torch_function_of_subclasses():
+            plain_args, plain_kwargs = copied((args, kwargs), lambda x: plain.get(id(x), x), {})
+            return function(*plain_args, **plain_kwargs)
+
+    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+        """A value's tensor without its gradient. The owner tells it to all stages; another stage
+        asks for it, since the owner may not read it.
+        """
+        account = self.account_of(tensor)
+        account.refresh()
+        here, key = account.tensor, self._read_key(tensor, account)
+        if account.owner == self.stage:
+            assert here is not None
+            with without_torch_function_of_subclasses():
+                here = here.detach()
+                self.mailbox.tell(key, self._place(label), here)
+        elif here is None and account.seen is not None and account.seen[0] == account.version:
+            here = account.seen[1]
+        elif here is None:
+            place = self._place(label)
+            if not self.mailbox.has(key):
+                self.mailbox.ask(key, place, 2 * self._run_number + (self.turn == OUTSIDE))
+            message = self.receive(key, place)
+            with without_torch_function_of_subclasses():
+                here = message.tensor(tensor.dtype, tensor.shape).to(self._core.device)
+            account.seen = account.version, here
+        return here.detach()
+
+    def _read_key(self, tensor: Tensor, account: Account) -> Key:
+        if account.name is None:
+            # A parameter: it changes between two steps, but not in one.
+            number = -1 - self._core.parameter_numbers[tensor]
+            part = self._num_backwards
+            return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
+        run, turn, number = account.name
+        return Key(account.owner, run, turn, Kind.READ, account.version, number)
+
+    def _offer(self, account: Account) -> None:
+        """Lets other stages ask for a value of this one, if it is small."""
+        tensor = account.tensor
+        if account.name is None or tensor is None or self.mailbox.num_stages == 1:
+            return
+        run, turn, number = account.name
+        key = Key(self.stage, run, turn, Kind.READ, account.version, number)
+        is_small = tensor.nbytes <= _KEPT_BYTES
+        self.mailbox.offer(key, tensor.detach() if is_small else None)
 
     def _place_parameters(self, placed: Sequence[Tensor]) -> None:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
@@ -463,21 +532,32 @@ class Microbatch:
                 if isinstance(shared, PLACED):
                     memory = self.account_of(shared).memory
             memories.append(memory)
-            account = Account(call.stage, spec.requires_grad, tensor, memory)
+            account = self._new_account(call.stage, spec.requires_grad, tensor, memory)
             account.era = self._era
             if tensor is not None:
                 with without_torch_function_of_subclasses():
                     spec = spec._replace(stride=tensor.stride())
+                    self._offer(account)
             values.append(Value(spec, self._core.device, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if not isinstance(target, PLACED):
                 self._adopt(target, call.stage)
             account = self.account_of(target)
-            account.memory.write(call.stage)
+            sharing = account.memory.write(call.stage)
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             account.begin(call.stage, kept)
+            if account.name is not None:
+                self._name(account)
+            if target in self._accounts:
+                self._core.written.add(target)
+            for other in sharing:
+                if other.owner == call.stage:
+                    other.refresh()
+                    if self.stage == call.stage:
+                        with without_torch_function_of_subclasses():
+                            self._offer(other)
             if isinstance(target, Value) and target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
@@ -507,6 +587,18 @@ class Microbatch:
         return self._values(
             call, here, specs, new or [None] * len(specs), result, changes, written_to
         )
+
+    def _new_account(
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory
+    ) -> Account:
+        """The account of the microbatch's next value."""
+        account = Account(owner, requires_grad, tensor, memory)
+        self._name(account)
+        return account
+
+    def _name(self, account: Account) -> None:
+        self._num_values += 1
+        account.name = self._run_number, self.turn, self._num_values
 
     def _read(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
@@ -563,7 +655,8 @@ class Microbatch:
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it."""
         spec = spec_of(tensor)._replace(requires_grad=False)
-        value = Value(spec, self._core.device, Account(stage, False, None))
+        account = self._new_account(stage, False, None, Memory())
+        value = Value(spec, self._core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
         if self.stage == stage:
@@ -611,8 +704,8 @@ class Microbatch:
                 self.is_in_backward = False
         self._num_backwards += 1
         self._new_token()
-        for account in self._accounts.values():
-            account.begin(account.owner, account.tensor if account.owner == self.stage else None)
+        for tensor, account in self._accounts.items():
+            self._begin_parameter(tensor, account)
 
 
 def _described(tensor: Tensor) -> Any:

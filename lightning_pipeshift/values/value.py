@@ -46,6 +46,14 @@ class Program(Protocol):
 
 
 _running: list[Program | None] = [None]
+# Where this stage computes.
+_device = [torch.device("cpu")]
+_OF_DEVICE: Any = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")),
+        Tensor.get_device,
+    }
+)
 
 
 def running() -> Program | None:
@@ -71,6 +79,16 @@ class run_by:
 
     def __exit__(self, *_: object) -> None:
         _running[0] = self._before
+
+
+def set_program(program: Program | None, device: torch.device) -> None:
+    """Sets what runs operations on values outside of steps.
+
+    Args:
+        program: ``None`` where no run is in progress.
+        device: this stage's.
+    """
+    _running[0], _device[0] = program, device
 
 
 _NO_STEP = (
@@ -143,7 +161,11 @@ class StepParameter(nn.Parameter):
         program = _running[0]
         if program is None or func in QUESTIONS or func in OF_PARAMETERS:
             with without_torch_function_of_subclasses():
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **(kwargs or {}))
+                if func in _OF_DEVICE and args[0].is_meta:
+                    # Another stage has its memory. Here it claims to be on this stage's device.
+                    found = func(torch.empty(0, device=_device[0]))
+                return found
         return program.operation(func, args, kwargs or {})
 
 

@@ -29,7 +29,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _STAGES_DIFFER = 4
 # In a model with fewer layers than this, the parts of the layers have their own random streams: it
 # may be split into more layers for more stages, and still draws the same numbers.
-_MOST_OPENED = 8
+MOST_OPENED = 8
 
 
 def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
@@ -49,7 +49,7 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     if callable(configure):
         return _named_by_user(root, configure())
     layers = _with_state(_open(root, "", _Blocks(root)))
-    while 0 < len(layers) < min(at_least, _MOST_OPENED):
+    while 0 < len(layers) < min(at_least, MOST_OPENED):
         largest = max(
             (name for name in layers if _may_be_opened(layers[name])),
             key=lambda name: _num_parameters(layers[name]),
@@ -102,7 +102,7 @@ def find_scopes(root: nn.Module) -> list[nn.Module]:
     """
     scopes = {
         id(module): module
-        for at_least in range(1, _MOST_OPENED + 1)
+        for at_least in range(1, MOST_OPENED + 1)
         for module in find_layers(root, at_least).values()
     }
     return list(scopes.values())

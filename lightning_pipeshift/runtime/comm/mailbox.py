@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
@@ -55,6 +56,7 @@ class Kind(enum.IntEnum):
     GRADIENT = 2
     WAIT = 3
     END = 4
+    ASK = 5
 
 
 class _Form(enum.IntEnum):
@@ -71,8 +73,9 @@ class Key(NamedTuple):
         step: the number of the run of a schedule.
         turn: of the microbatch in it.
         kind: what it carries.
-        part: how many backwards of the microbatch were over when its operation ran.
-        serial: its number in the microbatch's program.
+        part: how many backwards of the microbatch were over when its operation ran; of a read, how
+            often the value was written to.
+        serial: its number in the microbatch's program; of a read, the value's.
     """
 
     source: int
@@ -146,6 +149,9 @@ def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     return tensor.contiguous().reshape(-1).view(torch.uint8), strides
 
 
+_NOWHERE = Place("", 0, "")
+
+
 class _Wait(NamedTuple):
     """A stage's wait, as it tells it to the other stages.
 
@@ -191,6 +197,10 @@ class Mailbox:
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
         self._latest: dict[tuple[int, ...], int] = {}
+        self._reads: dict[Key, int] = {}
+        """Of the messages that are reads, the run in which they came: perhaps nobody takes them."""
+        self.run = 0
+        """The run that has begun last."""
         self._error: BaseException | None = None
         self._ended: set[int] = set()
         self._num_waits = 0
@@ -199,6 +209,14 @@ class Mailbox:
         # How often each stage has told of its wait.
         self._num_told = [0] * self.num_stages
         self._under_way: list[tuple[Any, Tensor, int]] = []
+        self._sending = threading.Lock()
+        # What other stages may read, which of them have got it, and which have asked for it before
+        # it was there, each in which phase.
+        self._offers: dict[Key, tuple[Tensor, int] | None] = {}
+        self._told: dict[Key, set[int]] = {}
+        self._asked: dict[Key, dict[int, int]] = {}
+        self._past = -1
+        self._offering = threading.Lock()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source,), daemon=True)
             for source in range(self.num_stages)
@@ -244,12 +262,13 @@ class Mailbox:
         )
         if form is _Form.IN_FRAME:
             frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
-        if key.kind is not Kind.WAIT:
-            self._sent[to] += 1
-        self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
-        if form is _Form.BEHIND:
-            self._post(data, to, _PAYLOAD_TAG)
-        self.num_bytes_sent += data.numel()
+        with self._sending:
+            if key.kind not in (Kind.WAIT, Kind.ASK):
+                self._sent[to] += 1
+            self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
+            if form is _Form.BEHIND:
+                self._post(data, to, _PAYLOAD_TAG)
+            self.num_bytes_sent += data.numel()
 
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         with self._watched(self._ranks[to]):
@@ -258,10 +277,85 @@ class Mailbox:
 
     def flush(self) -> None:
         """Waits until everything has been sent: its memory may change then."""
-        for work, _, to in self._under_way:
+        with self._sending:
+            under_way, self._under_way = self._under_way, []
+        for work, _, to in under_way:
             with self._watched(self._ranks[to]):
                 complete(work)
-        self._under_way.clear()
+
+    # --- reads ---
+
+    def offer(self, key: Key, tensor: Tensor | None) -> None:
+        """Lets other stages ask for a value of this one.
+
+        Args:
+            key: of the message that would carry it.
+            tensor: ``None`` if it is too large to be kept.
+        """
+        with self._offering:
+            self._offers[key] = None if tensor is None else (tensor, version_of(tensor))
+            for to, phase in self._asked.pop(key, {}).items():
+                self._consider(to, key, phase)
+
+    def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
+        """Sends a value that is read to all other stages, once."""
+        with self._offering:
+            told = self._told.setdefault(key, set())
+            todo = [to for to in range(self.num_stages) if to != self.stage and to not in told]
+            told.update(todo)
+        for to in todo:
+            self.send(to, key, place, tensor)
+
+    def ask(self, key: Key, place: Place, phase: int) -> None:
+        """Asks for a value that this stage reads, and its owner perhaps does not.
+
+        Args:
+            key: of the answer.
+            place: where this stage needs it.
+            phase: in which it does: see :meth:`pass_phase`.
+        """
+        asked = key._replace(source=self.stage, kind=Kind.ASK)
+        self.send(key.source, asked, place._replace(digest=phase), None)
+
+    def _consider(self, to: int, key: Key, phase: int) -> None:
+        """Answers a stage that has asked, unless this one may still come to read the value."""
+        told = self._told.setdefault(key, set())
+        offer = self._offers.get(key)
+        # Not what has been written to since.
+        has_one = offer is not None and version_of(offer[0]) == offer[1]
+        if to in told:
+            return
+        if not has_one and phase > self._past:
+            self._asked.setdefault(key, {})[to] = phase
+            return
+        told.add(to)
+        self.send(to, key, _NOWHERE, offer[0] if offer is not None and has_one else None)
+
+    def pass_phase(self, phase: int) -> None:
+        """Tells that this stage reads nothing any more in a phase, and those before.
+
+        Args:
+            phase: twice the number of a run; with 1, that of what follows the run.
+        """
+        with self._offering:
+            self._past = phase
+            asked, self._asked = self._asked, {}
+            for key, stages in asked.items():
+                for to, of_reader in stages.items():
+                    self._consider(to, key, of_reader)
+
+    def forget(self, run: int) -> None:
+        """Drops what is kept for readers of runs before this one."""
+        self.run = run
+        with self._offering:
+            for key in [key for key in self._told if key.step < run - 1]:
+                del self._told[key]
+            for key in [key for key in self._offers if key.step < run - 1]:
+                del self._offers[key]
+        with self._arrived:
+            for key in [key for key, arrived in self._reads.items() if arrived < run - 1]:
+                del self._reads[key]
+                self._messages.pop(key, None)
 
     # --- receiving ---
 
@@ -296,11 +390,18 @@ class Mailbox:
                 self._num_told[source] += 1
             elif key.kind is Kind.END:
                 self._ended.add(source)
-            else:
+            elif key.kind is not Kind.ASK:
                 self._received[source] += 1
                 self._messages[key] = Message(data, kept, place)
-                self._latest[_direction(key)] = serial
+                if key.kind is Kind.READ:
+                    self._reads[key] = max(self.run, key.step)
+                else:
+                    self._latest[_direction(key)] = serial
             self._arrived.notify_all()
+        if key.kind is Kind.ASK:
+            with self._offering:
+                wanted = key._replace(source=self.stage, kind=Kind.READ)
+                self._consider(source, wanted, digest)
         return key.kind is not Kind.END
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
@@ -312,9 +413,11 @@ class Mailbox:
         return key in self._messages or self._error is not None or self._is_passed(key)
 
     def _is_passed(self, key: Key) -> bool:
-        """Whether the sender is past the message without having sent it. Values and reads come by
-        rising numbers, gradients by falling ones.
+        """Whether the sender is past the message without having sent it. Values come by rising
+        numbers, gradients by falling ones.
         """
+        if key.kind is Kind.READ:
+            return key.source in self._ended
         latest = self._latest.get(_direction(key))
         if latest is None or key.source in self._ended:
             return key.source in self._ended
@@ -364,7 +467,16 @@ class Mailbox:
             if self._error is not None:
                 raise self._error
             raise self._differs(key, place, None)
-        if message.place[:2] != (_text(_cut(place.label, 64)), place.digest):
+        if key.kind is Kind.READ:
+            self._reads.pop(key, None)
+            if message.data is None:
+                raise LayerError(
+                    f"`{place.label}` ({place.line}) reads a value of {self._name(key.source)} that"
+                    " is not kept there any more, or is too large to be kept, and that stage does"
+                    " not read it. Read it on every rank (without `if trainer.is_global_zero`), in"
+                    " the step that has computed it."
+                )
+        elif message.place[:2] != (_text(_cut(place.label, 64)), place.digest):
             raise self._differs(key, place, message.place)
         return message
 
@@ -401,14 +513,19 @@ class Mailbox:
         return f"stage {stage} (rank {self._ranks[stage]})"
 
     def finish(self, step: int) -> None:
-        """Ends a run: everything was sent, and everything that came was taken.
+        """Ends a run: everything was sent, and everything that came was taken. What follows the run,
+        with a negative turn, may have come already.
 
         Raises:
             LayerError: another stage sent what this one never asked for.
         """
         self.flush()
         with self._arrived:
-            left = [(key, found) for key, found in self._messages.items() if key.step <= step]
+            left = [
+                (key, found)
+                for key, found in self._messages.items()
+                if key.step < step + (key.turn >= 0) and key.kind is not Kind.READ
+            ]
             self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
         for key, found in left:
             place = Place("the end of its step", 0, "")

@@ -132,7 +132,7 @@ def _lowered(
     return with_communication(with_recomputation(schedule, recomputing))
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """A step that was followed before the first one ran.
 
     Args:
@@ -223,7 +223,7 @@ class Pipeline:
         )
         self.streams = RandomStreams(channels.device)
         self._current_pass = CurrentPass()
-        layers = find_layers(root, max(replicas.topology.stages_per_vm))
+        layers = find_layers(root, self._num_layers(max(replicas.topology.stages_per_vm)))
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
@@ -245,7 +245,8 @@ class Pipeline:
                 f" `{next(iter(layers))}.compile()`, and so on."
             )
         settings.check(gates, replicas.topology.stages_per_vm)
-        install([*gates, *self._scopes])
+        self._gates = [*gates, *self._scopes]
+        self._install()
         in_step = StepGroup(replicas.vm, replicas.count).in_force
         self._trace_cache = TraceCache(
             root,
@@ -324,6 +325,14 @@ class Pipeline:
             in_step,
         )
         self._evaluations = Evaluations(self._stage, channels, self._user_state)
+
+    def _num_layers(self, num_stages: int) -> int:
+        """How many layers there are to be, at least."""
+        return num_stages
+
+    def _install(self) -> None:
+        """Makes the layers call this pipeline."""
+        install(self._gates)
 
     # --- the plan ---
 
@@ -431,7 +440,7 @@ class Pipeline:
         seen = self._look(self._key("train", step_number, 0), step, batch, trains=True)
         return self._measure(seen, batch, None, trains=True)
 
-    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> _Seen:
+    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
         """Follows a step, and times its layers if that is needed. The layers are in call order from
         then on.
         """
@@ -463,10 +472,10 @@ class Pipeline:
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
         figures = stopwatch.figures if stopwatch is not None else {}
-        return _Seen(trace, figures, touched, called, frozenset(idle), uses)
+        return Seen(trace, figures, touched, called, frozenset(idle), uses)
 
     def _measure(
-        self, seen: _Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
+        self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
     ) -> Measured | None:
         """The measurements before the first step, on the first rank. Every rank calls this.
 
@@ -1245,7 +1254,7 @@ class Pipeline:
         if self.memory is not None:
             self.memory.close()
         self._threads.close()
-        remove([*self._trace_cache.gates, *self._scopes])
+        remove(self._gates)
         self._current_pass.value = None
 
     @purpose("the layers of the other stages, at the end of the run")

@@ -57,6 +57,8 @@ class TrainingBatch:
         stops: tells whether user code has asked the Trainer to stop.
         leaves_late: whether the optimizer may update layers late; see
             :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
+        num_accumulated: how many batches make an update; a divisor in ``loss_scale``.
+        scale: the other factor in it.
     """
 
     batch: Any
@@ -71,3 +73,5 @@ class TrainingBatch:
     keeps_gradients: bool
     stops: Callable[[], bool] = bool
     leaves_late: bool = False
+    num_accumulated: int = 1
+    scale: float | Tensor = 1.0

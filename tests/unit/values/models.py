@@ -152,6 +152,22 @@ class Reads(Model):
         return loss + 0.01 * x[:, : int(best.argmax()) + 1].mean() + 0.1 * x[x > 0.3].sum()
 
 
+class ReadsAlone(Model):
+    """The first rank, and the last one, read values that others do not read."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        loss = self.loss(self.hidden(words), targets)
+        read, mean = [], x.mean()
+        if dist.is_initialized() and dist.get_rank() == 0:
+            read = [loss.item(), f"{mean:.3f}"]
+        if dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
+            read = [mean.item()]
+        self.read_here = [*getattr(self, "read_here", []), *read]
+        return loss
+
+
 class Queue(Model):
     """Detached values of steps before are used."""
 
@@ -407,6 +423,7 @@ MODELS: dict[str, type[Model]] = {
         Skips,
         Scattered,
         Reads,
+        ReadsAlone,
         Queue,
         InPlace,
         Objects,
@@ -504,7 +521,7 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
         row = tuple(action for action in row if action.kind is Kind.FORWARD)
     losses: list[float | None] = []
     optimizer: torch.optim.Optimizer | None = None
-    with core.placed():
+    with core.placed(), core.seeing_parameters():
         for number, batches in enumerate(steps):
             for loss in engine.run(number, batches, model.step, row):
                 assert isinstance(loss, Value)
@@ -542,13 +559,6 @@ def other_numbers(model: Model, rank: int, words: Tensor) -> Tensor:
 def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.embedding(words)
     return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
-
-
-def one_more_read(model: Model, rank: int, words: Tensor) -> Tensor:
-    x = model.hidden(words).sum()
-    if rank == 0:
-        x.item()
-    return x + x.item()
 
 
 def into_a_view(model: Model, rank: int, words: Tensor) -> Tensor:
@@ -647,7 +657,7 @@ def refused(step: Any) -> None:
     words = torch.randint(WORDS, (BATCH, LENGTH))
     engine = Engine(core)
     row = schedule_named("1f1b")(mailbox.num_stages, 2)[mailbox.stage]
-    with core.placed():
+    with core.placed(), core.seeing_parameters():
         for number in range(2):
             engine.run(
                 number, [words, words], lambda batch, _: step(model, mailbox.stage, batch), row

@@ -20,7 +20,6 @@ from tests.unit.values.models import (
     layer_inside,
     number_of_values,
     on_stages,
-    one_more_read,
     other_layers,
     other_memory,
     other_numbers,
@@ -102,7 +101,7 @@ def failure_of(step: object) -> str:
     return "\n".join(outcome.message for outcome in outcomes if outcome.failed)
 
 
-@pytest.mark.parametrize("step", [other_operations, other_numbers, other_layers, one_more_read])
+@pytest.mark.parametrize("step", [other_operations, other_numbers, other_layers])
 def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..., object]) -> None:
     said = failure_of(step)
     assert "run different programs" in said

@@ -1,0 +1,80 @@
+"""Training on values: every stage runs the whole of the user's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.training import TrainingSteps
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.values.value import run_by, running
+
+
+class ValueTraining(TrainingSteps):
+    """The training steps of a :class:`~lightning_pipeshift.step.pipeline.ValuePipeline`."""
+
+    _pipeline: ValuePipeline
+
+    def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, *rest: Any) -> None:
+        super().__init__(trainer, pipeline, *rest)
+        pipeline.find_optimizers = lambda: trainer.optimizers
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
+
+    def run(self, batch: Any, *rest: Any) -> Any:
+        """Runs one training step: see :class:`TrainingSteps`."""
+        if self._is_automatic:
+            return super().run(batch, *rest)
+        number = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        with self._context():
+            report = self._pipeline.manual_step(self._given(batch, self._step_of(rest), number))
+        self._log_again(report)
+        self._num_steps += 1
+        self._num_losses += 1
+        return to_device(report.result, self._pipeline.channels.device)
+
+    def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+        """See :class:`TrainingSteps`; in manual optimization, the user's step calls it."""
+        return super().backward(loss, plain) if self._is_automatic else plain()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """See :class:`TrainingSteps`; in manual optimization, the user's step calls it."""
+        if self._is_automatic:
+            return super().optimizer_step(optimizer, closure, step)
+        program = running()
+
+        def in_step() -> Any:
+            with run_by(program):
+                return closure()
+
+        with run_by(None):
+            return step(in_step)
+
+    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        """See :class:`TrainingSteps`."""
+        with run_by(None):
+            return super().norms_of(parameters, norm_type)
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """See :class:`TrainingSteps`. What user code has kept, it may use at an epoch's end on one
+        rank.
+        """
+        settle = self._pipeline.settle_values
+        adjustments.drain_before_validation(self._trainer, lambda: None, settle)
+
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
+        self._pipeline.settle_values()

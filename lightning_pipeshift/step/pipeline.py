@@ -1,0 +1,437 @@
+"""One rank's part of a pipeline whose stages all run the whole of the user's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
+from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.execution.microbatch import (
+    merge,
+    size_or_one,
+    split,
+    weighted_mean,
+)
+from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.gates.layers import MOST_OPENED
+from lightning_pipeshift.model.parameters.uses import parameter_uses
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.step_group import StepGroup
+from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
+from lightning_pipeshift.runtime.step.checksum import require_same_end
+from lightning_pipeshift.runtime.step.losses import Losses
+from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
+from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
+from lightning_pipeshift.runtime.step.trace_cache import Key
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
+from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.values.core import Core
+from lightning_pipeshift.values.gathering import gathered, kept
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.value import Value, run_by, set_program
+
+# What a layer is expected to cost by its parameters' bytes, before it is measured.
+_SECONDS_PER_BYTE = 1e-9
+
+
+class _Recording:
+    """What a step logs, for :class:`~lightning_pipeshift.model.user_state.logs.LogRecorder`."""
+
+    def kept_value(self, leaf: Any) -> Any:
+        """A copy of a value."""
+        return kept(leaf)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for code other than the user's."""
+        yield
+
+
+@dataclass
+class _Evaluated:
+    """What an evaluation step has given, with values in it."""
+
+    result: Any
+    logs: list[LoggedValue]
+    size: int
+
+
+class ValuePipeline(Pipeline):
+    """A pipeline on values: see :mod:`lightning_pipeshift.values`."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.core: Core | None = None
+        self._placed: AbstractContextManager[None] | None = None
+        self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
+        """Those of the run."""
+
+    def _num_layers(self, num_stages: int) -> int:
+        # Layers have random streams, which must not depend on the number of stages.
+        return MOST_OPENED
+
+    def _install(self) -> None:
+        """Layers run at their owners in steps only: nothing is installed."""
+
+    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        uses = parameter_uses(self.root, layers, {}, None)
+        figures = {
+            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+            for at, layer in enumerate(layers)
+        }
+        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+
+    @property
+    def _traces_steps(self) -> bool:
+        return False
+
+    @property
+    def is_by_itself(self) -> bool:
+        """No device runs steps in another way than the others."""
+        return False
+
+    def begins_plain_step(
+        self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """See :class:`Pipeline`; never so."""
+        return False
+
+    def _prepare(
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        optimizers: Iterable[Optimizer],
+        final: bool,
+        trains: bool = False,
+    ) -> None:
+        if self._plan is not None:
+            return
+        # Nothing has to be known of a step before it runs: the first plan is final.
+        optimizers = list(self.find_optimizers())
+        super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
+        self._connect_core()
+
+    def _connect_core(self) -> None:
+        channels, holdings = self.channels, self.holdings
+        assert holdings is not None
+        members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
+        mailbox = Mailbox(
+            channels.control, members, channels.ranks, channels.stage, channels.watched
+        )
+        stage_of = self.plan.placement.stages(self.vm)
+        self.core = Core(
+            self.root,
+            [gate.layer for gate in self._trace_cache.gates],
+            lambda number, _: stage_of[number],
+            mailbox,
+            channels.device,
+            stream_seed(self.settings.seed, self.vm),
+            lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
+        )
+        if not getattr(self.root, "automatic_optimization", True):
+            # Optimizers step in the middle of a step: one stage has the state of each parameter.
+            for use in holdings.uses:
+                self.core.parameter_owners.setdefault(use.parameter, 0)
+                if len(holdings.holders_of(use.parameter)) > 1:
+                    self.core.written.add(use.parameter)
+        self._placed = self.core.placed()
+        self._placed.__enter__()
+        self._engine = Engine(self.core)
+        self._evaluated: list[_Evaluated] = []
+        self._recorder.current = _Recording()
+        self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
+        self._batch_metrics = BatchMetrics(self.root)
+        self._begin_outside()
+
+    def _begin_outside(self) -> None:
+        """Runs operations on values between two steps, from now on."""
+        assert self.core is not None
+        program = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
+        set_program(program, self.channels.device)
+
+    def _share(self, mine: Any, source: int) -> Any:
+        return self.channels.share_object(mine, source)
+
+    def gathered(self, tree: Any) -> Any:
+        """A structure with host tensors in the place of values. Every stage calls this."""
+        return gathered(tree, self.channels.stage, self._share)
+
+    def _gathered_with_metrics(self, tree: Any) -> Any:
+        """As :meth:`gathered`; metrics have common tensors afterwards, too, as Lightning computes
+        them, perhaps on one rank.
+        """
+        kept = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+        tree, found = self.gathered((tree, kept))
+        for metric, (state, value), (before, last) in zip(self._metrics, found, kept, strict=True):
+            changed = {name: x for name, x in state.items() if _has_values(before[name])}
+            for name, x in to_device(changed, self.channels.device).items():
+                setattr(metric, name, x)
+            if _has_values(last):
+                set_last_value(metric, to_device(value, self.channels.device))
+        return tree
+
+    def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs microbatches.
+
+        Args:
+            number: the kind of the step.
+            step: its number.
+            args: as for :meth:`Engine.run`, from the microbatches on.
+            kwargs: likewise.
+        """
+        assert self.core is not None
+        seed = stream_seed(number, step)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with run_by(None), self.core.seeing_parameters(), in_step:
+            results = self._engine.run(seed, *args, **kwargs)
+        self.channels.num_done += 1
+        self._begin_outside()
+        return results
+
+    # --- training ---
+
+    @purpose("a training step")
+    def training_step(self, given: TrainingBatch) -> Report:
+        """Runs a whole training step: see :class:`Pipeline`."""
+        given = replace(given, leaves_late=False)
+        self._note_begin()
+        self.channels.settle()
+        self._check_batch(given.batch, given.batch_idx)
+        number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
+        slices = split(given.batch, number)
+        key = self._key("train", given.step_number, 0)
+        self.planning.batch_samples = float(sum(size for _, size in slices))
+        self._prepare(key, given.step, slices[0][0], given.optimizers, final=True, trains=True)
+        listeners = (self._votes, self.changes)
+        for listener in listeners:
+            listener.before_step(given, [])
+        report = self._run_microbatches(given, slices)
+        self._collect_gradients(given, report)
+        self._num_microbatches_done += len(slices)
+        for listener in listeners:
+            listener.after_step(given, [], report)
+        self.is_to_end = self._votes.are_for_end
+        if self._votes.are_for_requests:
+            self._open_mail()
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
+        return report
+
+    def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
+        assert self.holdings is not None
+        sizes = [size for _, size in slices]
+        losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
+        sums = self._sums(given.accumulation)
+        arms = sums is not None and not given.accumulation.has_begun
+        row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
+        self.holdings.set_gradients_aside(given.keeps_gradients)
+
+        def run(part: Any, turn: int) -> Any:
+            result = given.step(self.root, part)
+            losses.add(result, self._recorder.take(), self.channels.device)
+            return result
+
+        def root_of(result: Any, turn: int) -> Any:
+            loss = losses.outcomes[turn].loss
+            if loss is None or not loss.requires_grad:
+                return None
+            return self._weighed(loss, losses, turn, given)
+
+        if len(slices) > 1:
+            self._batch_metrics.begin()
+        self._in_step(
+            "train",
+            given.step_number,
+            [part for part, _ in slices],
+            run,
+            row[self.channels.stage],
+            root_of,
+            sums.arm if arms and sums is not None else None,
+        )
+        if len(slices) > 1:
+            self._batch_metrics.end()
+        with self.section("[PipeShift] sum gradients"):
+            self.holdings.sum_shared()
+        report = self._report(losses, given)
+        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
+        return report
+
+    @purpose("a training step")
+    def manual_step(self, given: TrainingBatch) -> Report:
+        """Runs a training step that calls ``backward`` and the optimizers itself: with the whole
+        batch, as one microbatch.
+        """
+        self._note_begin()
+        self.channels.settle()
+        self._check_batch(given.batch, given.batch_idx)
+        key = self._key("train", given.step_number, 0)
+        self._prepare(key, given.step, given.batch, given.optimizers, final=True, trains=True)
+        self._votes.before_step(given, [])
+        row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
+        function = partial(_run_step, given.step, self.root)
+        (result,) = self._in_step("train", given.step_number, [given.batch], function, row)
+        size = size_or_one(given.batch)
+        logs = merge_logs([self._recorder.take()], [size], [float(size)])
+        result, logs = self._gathered_with_metrics((result, logs))
+        report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
+        self._num_microbatches_done += 1
+        self._votes.after_step(given, [], report)
+        self.is_to_end = self._votes.are_for_end
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
+        return report
+
+    def _weighed(self, loss: Tensor, losses: Losses, turn: int, given: TrainingBatch) -> Tensor:
+        """A microbatch's part of the loss of the step."""
+        first = losses.sizes[0]
+        has_weight = losses.outcomes[turn].weight is not None
+        if self.replicas.count == 1 and not has_weight and set(losses.sizes) == {first}:
+            # As Lightning does, with the microbatches as its batches: a factor gives other bits.
+            loss = loss / (len(losses.sizes) * given.num_accumulated)
+            return loss if given.scale == 1.0 else loss * given.scale
+        return loss * losses.factor(turn)
+
+    def _report(self, losses: Losses, given: TrainingBatch) -> Report:
+        """The report of a step, on every stage."""
+        if not given.wants_result:
+            for outcome in losses.outcomes:
+                outcome.result = None
+        outcomes = self._gathered_with_metrics(list(losses.outcomes))
+        weights, sizes = losses.weights(outcomes), list(losses.sizes)
+        found = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
+        loss = None
+        if found and sum(weights):
+            loss = weighted_mean([x for x, _ in found], [w for _, w in found])
+        report = Report(
+            merge([outcome.result for outcome in outcomes], sizes, weights),
+            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
+            [],
+            given.is_last_batch,
+            loss,
+            *losses.counted(outcomes),
+            size=sum(sizes),
+            stops=given.stops(),
+        )
+        return self._merged(report)
+
+    def _merged(self, report: Report) -> Report:
+        """The report of all virtual machines."""
+        if self.replicas.count == 1:
+            return report
+        if self.is_last:
+            report = merge_reports(self.replicas.exchange(report), self.vm)
+        shared: Report = self.channels.share_object(report, self.channels.num_stages - 1)
+        return shared
+
+    # --- evaluation ---
+
+    @purpose("a step of an evaluation")
+    def evaluation_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        purpose: str,
+        step_number: int,
+        final: bool,
+        wants_result: bool,
+    ) -> Any:
+        """See :class:`Pipeline`."""
+        self._check_batch(batch, batch_idx)
+        key = self._key(purpose, step_number, 0)
+        self._prepare(key, step, batch, (), final)
+        row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
+        function = partial(_run_step, step, self.root)
+        (result,) = self._in_step(purpose, step_number, [batch], function, row)
+        logs = self._recorder.take()
+        evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
+        self._evaluated.append(evaluated)
+        return None
+
+    def fetch_reports(self) -> list[Report]:
+        """See :class:`Pipeline`."""
+        evaluated, self._evaluated = self._evaluated, []
+        logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
+        found = self._gathered_with_metrics(
+            [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
+        )
+        return [Report(result, logged, []) for result, logged in found]
+
+    @property
+    def num_pending(self) -> int:
+        """See :class:`Pipeline`."""
+        return len(self._evaluated) if self.core is not None else 0
+
+    # --- the end ---
+
+    def settle_values(self) -> None:
+        """Makes values that user code keeps common tensors, and gives parameters that steps have
+        written to, to all stages that hold them. Every stage calls this, between two steps.
+        """
+        core, holdings, stage = self.core, self.holdings, self.channels.stage
+        if core is None or holdings is None or self.channels.num_stages == 1:
+            return
+        with run_by(None), torch.no_grad():
+            for use in holdings.uses:
+                if use.parameter not in core.written:
+                    continue
+                owner = core.parameter_owners[use.parameter]
+                found = self._share(to_host(use.parameter) if owner == stage else None, owner)
+                if stage in holdings.holders_of(use.parameter):
+                    use.parameter.copy_(found)
+            mine = {
+                node.value.account.name: node.value
+                for node in kept_by_user(self.root, set(map(id, self.root.parameters())))
+                if isinstance(node.value, Value)
+            }
+            for owner in range(self.channels.num_stages):
+                of_owner = {
+                    name: value.account.tensor
+                    for name, value in mine.items()
+                    if value.account.owner == owner == stage
+                }
+                for name, tensor in self._share(to_host(of_owner), owner).items():
+                    if name in mine:
+                        common = to_device(tensor, self.channels.device)
+                        torch.utils.swap_tensors(mine[name], common)
+
+    def release_gates(self) -> None:
+        """See :class:`Pipeline`."""
+        super().release_gates()
+        if self._placed is not None:
+            self._placed.__exit__(None, None, None)
+            self._placed = None
+        set_program(None, self.channels.device)
+
+    def make_whole(self) -> None:
+        """See :class:`Pipeline`."""
+        self.settle_values()
+        if self.core is not None:
+            self.core.mailbox.close()
+            self.core = None
+        super().make_whole()
+
+
+def _run_step(step: UserStep, root: nn.Module, batch: Any, _: int) -> Any:
+    return step(root, batch)
+
+
+def _has_values(tree: Any) -> bool:
+    return any(isinstance(leaf, Value) for leaf in leaves_of(tree))
