@@ -151,9 +151,9 @@ class Engine:
                 if with_backward:
                     # An operation of the program: every stage has a part in it.
                     microbatch.root = find_root(result, turn)
-                    if microbatch.root is None:
-                        # No backward follows, and so no gradient comes.
-                        microbatch.first_gradient = None
+                if microbatch.root is None:
+                    # No backward follows, and so no gradient comes.
+                    microbatch.first_gradient = None
                 return result
 
             microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)

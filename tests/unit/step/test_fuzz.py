@@ -74,13 +74,24 @@ FOUND = {
         layers="Linear Linear Linear",
         owners=(0, 1, 0),
     ),
-    "a microbatch without a loss, whose value another stage has used": program(
-        "x = self.layers[1](self.layers[0](x0))",
-        Block("if turn == 1:", ("return None",)),
-        "return x.pow(2).mean()",
-        layers="Linear Linear",
-        owners=(0, 1),
-        rows=(2, 2, 2, 2),
+    "a microbatch without a loss, whose value another stage has used": Program(
+        10283,  # also draws the schedules, and which of them overlap
+        2,
+        ("Linear", "Partly", "Linear", "Linear", "Norm"),
+        (0, 1, 1, 0, 1),
+        (),
+        (1,),
+        (2, 1, 2, 2),
+        (
+            "x2 = self.layers[1](x0)",
+            "x6 = torch.maximum(x2, x2)",
+            "x7 = self.layers[4](x6)",
+            "x10 = self.layers[0](self.layers[0](x2 * 0.4))",
+            "x13 = self.layers[1](x10)",
+            Block("if turn == 1:", ("return None",)),
+            "x18 = self.layers[0](x7.cumsum(1))",
+            "return x6.mean() + x18.pow(2).mean() + x18.mean()",
+        ),
     ),
 }
 

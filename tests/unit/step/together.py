@@ -82,8 +82,11 @@ class Stages:
         """
         results: list[Any] = [None] * len(self.mailboxes)
 
+        states = _states()
+
         def body(stage: int) -> None:
             self._may_run[stage].acquire()
+            _set_states(states)
             torch.set_num_threads(1)
             try:
                 if self.failure is None:
@@ -102,7 +105,6 @@ class Stages:
             threading.Thread(target=body, args=(stage,), daemon=True)
             for stage in range(len(self.mailboxes))
         ]
-        states = _states()
         for thread in threads:
             thread.start()
         self._may_run[self._random.randrange(len(threads))].release()
@@ -240,13 +242,15 @@ class InMemoryMailbox(Mailbox):
 
 
 def _states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    function = torch.autograd.Function.__dict__["apply"]
+    return torch.get_rng_state(), np.random.get_state(), random.getstate(), function
 
 
 def _set_states(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
+    torch.autograd.Function.apply = states[3]  # type: ignore[method-assign]
 
 
 def is_refusal(error: BaseException) -> bool:
