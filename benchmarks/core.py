@@ -81,7 +81,7 @@ def measure(seconds: float, microbatches: int, rounds: int) -> dict[str, list[fl
 
     engines = [(plain, Engine(core)), (reads, Engine(core, overlaps=True)), (reads, Engine(core))]
     found: dict[str, list[float]] = {name: [] for name in ROWS}
-    with core.placed():
+    with core.placed(), core.seeing_parameters():
         for number in range(rounds + 1):
             for name, (step, engine) in zip(ROWS, engines, strict=True):
                 dist.barrier()

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.step.pipeline import ValuePipeline
@@ -71,3 +72,14 @@ class ValueTraining(TrainingSteps):
         """See :class:`TrainingSteps`."""
         with run_by(None):
             return super().norms_of(parameters, norm_type)
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """See :class:`TrainingSteps`. What user code has kept, it may use at an epoch's end on one
+        rank.
+        """
+        settle = self._pipeline.settle_values
+        adjustments.drain_before_validation(self._trainer, lambda: None, settle)
+
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
+        self._pipeline.settle_values()

@@ -221,9 +221,9 @@ class Engine:
             return False
         del todo[at]
         del done[microbatch.turn]
-        if self._before_last_backward is not None:
-            if not any(one.kind is Kind.BACKWARD for one in todo):
-                self._before_last_backward()
+        is_last = not any(one.kind is Kind.BACKWARD for one in todo)
+        if is_last and self._before_last_backward is not None:
+            self._before_last_backward()
         if microbatch.root is not None:
             with self._core.trained_as(microbatch.flags), run_by(microbatch):
                 microbatch.backward(microbatch.root)

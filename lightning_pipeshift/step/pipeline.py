@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
+from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import (
     merge,
@@ -19,17 +21,20 @@ from lightning_pipeshift.model.execution.microbatch import (
     split,
     weighted_mean,
 )
-from lightning_pipeshift.model.execution.transfer import to_host
+from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.layers import MOST_OPENED
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.step.checksum import require_same_end
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
@@ -40,7 +45,7 @@ from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import run_by, set_program
+from lightning_pipeshift.values.value import Value, run_by, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
@@ -74,6 +79,7 @@ class ValuePipeline(Pipeline):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.core: Core | None = None
+        self._placed: AbstractContextManager[None] | None = None
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
 
@@ -147,23 +153,41 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
+        self._placed = self.core.placed()
+        self._placed.__enter__()
         self._engine = Engine(self.core)
         self._evaluated: list[_Evaluated] = []
         self._recorder.current = _Recording()
+        self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
+        self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
 
     def _begin_outside(self) -> None:
         """Runs operations on values between two steps, from now on."""
         assert self.core is not None
-        program = Microbatch(self.core, self.core.num_steps, 0, OUTSIDE)
+        program = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
         set_program(program, self.channels.device)
 
     def _share(self, mine: Any, source: int) -> Any:
         return self.channels.share_object(mine, source)
 
     def gathered(self, tree: Any) -> Any:
-        """A structure with tensors in host memory in the place of values. Every stage calls this."""
+        """A structure with host tensors in the place of values. Every stage calls this."""
         return gathered(tree, self.channels.stage, self._share)
+
+    def _gathered_with_metrics(self, tree: Any) -> Any:
+        """As :meth:`gathered`; metrics have common tensors afterwards, too, as Lightning computes
+        them, perhaps on one rank.
+        """
+        kept = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+        tree, found = self.gathered((tree, kept))
+        for metric, (state, value), (before, last) in zip(self._metrics, found, kept, strict=True):
+            changed = {name: x for name, x in state.items() if _has_values(before[name])}
+            for name, x in to_device(changed, self.channels.device).items():
+                setattr(metric, name, x)
+            if _has_values(last):
+                set_last_value(metric, to_device(value, self.channels.device))
+        return tree
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -177,7 +201,7 @@ class ValuePipeline(Pipeline):
         assert self.core is not None
         seed = stream_seed(number, step)
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with run_by(None), self.core.placed(), in_step:
+        with run_by(None), self.core.seeing_parameters(), in_step:
             results = self._engine.run(seed, *args, **kwargs)
         self.channels.num_done += 1
         self._begin_outside()
@@ -231,6 +255,8 @@ class ValuePipeline(Pipeline):
                 return None
             return self._weighed(loss, losses, turn, given)
 
+        if len(slices) > 1:
+            self._batch_metrics.begin()
         self._in_step(
             "train",
             given.step_number,
@@ -240,6 +266,8 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
         )
+        if len(slices) > 1:
+            self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
         report = self._report(losses, given)
@@ -262,7 +290,7 @@ class ValuePipeline(Pipeline):
         (result,) = self._in_step("train", given.step_number, [given.batch], function, row)
         size = size_or_one(given.batch)
         logs = merge_logs([self._recorder.take()], [size], [float(size)])
-        result, logs = self.gathered((result, logs))
+        result, logs = self._gathered_with_metrics((result, logs))
         report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
         self._num_microbatches_done += 1
         self._votes.after_step(given, [], report)
@@ -285,7 +313,7 @@ class ValuePipeline(Pipeline):
         if not given.wants_result:
             for outcome in losses.outcomes:
                 outcome.result = None
-        outcomes = self.gathered(list(losses.outcomes))
+        outcomes = self._gathered_with_metrics(list(losses.outcomes))
         weights, sizes = losses.weights(outcomes), list(losses.sizes)
         found = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
         loss = None
@@ -341,7 +369,7 @@ class ValuePipeline(Pipeline):
         """See :class:`Pipeline`."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
-        found = self.gathered(
+        found = self._gathered_with_metrics(
             [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
         )
         return [Report(result, logged, []) for result, logged in found]
@@ -353,13 +381,48 @@ class ValuePipeline(Pipeline):
 
     # --- the end ---
 
+    def settle_values(self) -> None:
+        """Makes values that user code keeps common tensors, and gives parameters that steps have
+        written to, to all stages that hold them. Every stage calls this, between two steps.
+        """
+        core, holdings, stage = self.core, self.holdings, self.channels.stage
+        if core is None or holdings is None or self.channels.num_stages == 1:
+            return
+        with run_by(None), torch.no_grad():
+            for use in holdings.uses:
+                if use.parameter not in core.written:
+                    continue
+                owner = core.parameter_owners[use.parameter]
+                found = self._share(to_host(use.parameter) if owner == stage else None, owner)
+                if stage in holdings.holders_of(use.parameter):
+                    use.parameter.copy_(found)
+            mine = {
+                node.value.account.name: node.value
+                for node in kept_by_user(self.root, set(map(id, self.root.parameters())))
+                if isinstance(node.value, Value)
+            }
+            for owner in range(self.channels.num_stages):
+                of_owner = {
+                    name: value.account.tensor
+                    for name, value in mine.items()
+                    if value.account.owner == owner == stage
+                }
+                for name, tensor in self._share(to_host(of_owner), owner).items():
+                    if name in mine:
+                        common = to_device(tensor, self.channels.device)
+                        torch.utils.swap_tensors(mine[name], common)
+
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""
         super().release_gates()
+        if self._placed is not None:
+            self._placed.__exit__(None, None, None)
+            self._placed = None
         set_program(None, self.channels.device)
 
     def make_whole(self) -> None:
         """See :class:`Pipeline`."""
+        self.settle_values()
         if self.core is not None:
             self.core.mailbox.close()
             self.core = None
@@ -368,3 +431,7 @@ class ValuePipeline(Pipeline):
 
 def _run_step(step: UserStep, root: nn.Module, batch: Any, _: int) -> Any:
     return step(root, batch)
+
+
+def _has_values(tree: Any) -> bool:
+    return any(isinstance(leaf, Value) for leaf in leaves_of(tree))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     apply_function,
+    preserved_version_counters,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -60,6 +61,8 @@ class Core:
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
+        self._own: list[Any] = [None] * len(self.layers)
+        self.forwards: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
         self._find_forwards()
         # What layers of one kind have in common has a number, which is faster to compare.
         self._kinds: dict[Any, int] = {}
@@ -94,12 +97,15 @@ class Core:
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
+        self._sees_parameters = False
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
     def _find_forwards(self) -> None:
-        self._own = [layer.__dict__.get("forward") for layer in self.layers]
-        self.forwards = [layer.forward for layer in self.layers]
+        for at, layer in enumerate(self.layers):
+            forward = layer.__dict__.get("forward")
+            if not isinstance(forward, _PlacedForward):
+                self._own[at], self.forwards[at] = forward, layer.forward
 
     def kind_of(self, number: int) -> tuple[int, Watch]:
         """The number of a layer's kind, found again if its settings have changed, and what watches
@@ -153,27 +159,38 @@ class Core:
 
     @contextmanager
     def placed(self) -> Iterator[None]:
-        """Context in which the layers run at their owners, inside of steps. Outside of it the
-        module is as it was.
-        """
-        placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
-        before = torch.autograd.Function.apply
+        """Context in which layers run at their owners. Outside of it the module is as it was."""
+        before = [layer.__dict__.get("forward") for layer in self.layers]
         self._find_forwards()
-        for tensor in placed:
-            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         for layer in self.layers:
             layer.__dict__["forward"] = _PlacedForward(self, layer)
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.autograd.Function.apply = before  # type: ignore[method-assign]
-            for layer, forward in zip(self.layers, self._own, strict=True):
+            for layer, forward in zip(self.layers, before, strict=True):
                 if isinstance(layer.__dict__["forward"], _PlacedForward):
                     del layer.__dict__["forward"]
                     if forward is not None:
                         layer.__dict__["forward"] = forward
+
+    @contextmanager
+    def seeing_parameters(self) -> Iterator[None]:
+        """Context of code that may use parameters as values: in it these have another class."""
+        if self._sees_parameters:
+            yield
+            return
+        placed = {*self.module.parameters(), *self.parameter_owners}
+        classes = {tensor: type(tensor) for tensor in placed}
+        before = torch.autograd.Function.apply
+        for tensor in placed:
+            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        self._sees_parameters = True
+        try:
+            yield
+        finally:
+            self._sees_parameters = False
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
@@ -241,7 +258,9 @@ class Core:
         """
         self.parameter_owners[buffer] = stage
         if held is not None and held is not buffer:
-            with torch.no_grad(), without_torch_function_of_subclasses():
+            # Backwards of before may have saved it. In a plain loop, too, they would find it changed.
+            plain = without_torch_function_of_subclasses()
+            with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
 
 
@@ -263,7 +282,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
-            return microbatch.layer(number, args, kwargs)
+            with core.seeing_parameters():
+                return microbatch.layer(number, args, kwargs)
         if core.operation is not None and core.owners(number, 0) != core.stage:
             raise LayerError(
                 f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.execution.transfer import to_host
-from lightning_pipeshift.model.execution.trees import flatten, map_leaves
+from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.values.value import Value
 
 Share = Callable[[Any, int], Any]

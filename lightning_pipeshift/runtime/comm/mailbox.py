@@ -513,7 +513,8 @@ class Mailbox:
         return f"stage {stage} (rank {self._ranks[stage]})"
 
     def finish(self, step: int) -> None:
-        """Ends a run: everything was sent, and everything that came was taken.
+        """Ends a run: everything was sent, and everything that came was taken. What follows the run,
+        with a negative turn, may have come already.
 
         Raises:
             LayerError: another stage sent what this one never asked for.
@@ -523,7 +524,7 @@ class Mailbox:
             left = [
                 (key, found)
                 for key, found in self._messages.items()
-                if key.step <= step and key.kind is not Kind.READ
+                if key.step < step + (key.turn >= 0) and key.kind is not Kind.READ
             ]
             self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
         for key, found in left:
