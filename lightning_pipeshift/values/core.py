@@ -258,7 +258,7 @@ class Core:
         """
         self.parameter_owners[buffer] = stage
         if held is not None and held is not buffer:
-            # Backwards of before may have saved it. In a plain loop, too, they would find it changed.
+            # A backward may have saved it: in a plain loop, too, that would find it changed.
             plain = without_torch_function_of_subclasses()
             with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
