@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
+    FOR_EACH,
     READ_NUMBER,
     FakeTensorMode,
     OperationMode,
@@ -45,7 +46,8 @@ from lightning_pipeshift.values.arguments import (
 from lightning_pipeshift.values.functions import OF_SHAPE
 from lightning_pipeshift.values.value import Spec, Value, run_by
 
-# Operations that write to two of their arguments, without counting it, in training.
+# Operations that write to two of their arguments in training; no version tells it. Nor does one, on
+# fake tensors, for operations on lists of tensors.
 _NORMS = (
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten.cudnn_batch_norm.default,
@@ -314,6 +316,9 @@ class _Watch(OperationMode):
             )
         if func in _NORMS and args[_IS_TRAINING]:
             self.written.update(map(id, args[_STATISTICS]))
+        name = schema_of(func).name
+        if name.startswith(FOR_EACH) and name.endswith("_"):
+            self.written.update(map(id, args[0]))
         size = self._made_up
         if size is None:
             return func(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     apply_function,
+    preserved_version_counters,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -61,7 +62,7 @@ class Core:
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
         self._own = [layer.__dict__.get("forward") for layer in self.layers]
-        self.forwards = [layer.forward for layer in self.layers]
+        self.forwards: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
         # What layers of one kind have in common has a number, which is faster to compare.
         self._kinds: dict[Any, int] = {}
         self._num_kinds = 0
@@ -260,7 +261,9 @@ class Core:
         """
         self.parameter_owners[buffer] = stage
         if held is not None and held is not buffer:
-            with torch.no_grad(), without_torch_function_of_subclasses():
+            # A backward may have saved it: in a plain loop, too, that would find it changed.
+            plain = without_torch_function_of_subclasses()
+            with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
 
 
@@ -319,8 +322,9 @@ def _keep_undefined(result: Any) -> None:
     def after(gradients: Any, _: Any) -> Any:
         return None if is_defined[0] else (None,) * len(gradients)
 
-    own[0].register_prehook(before)
-    own[0].register_hook(after)
+    node: Any = own[0]
+    node.register_prehook(before)
+    node.register_hook(after)
 
 
 class _Applied:

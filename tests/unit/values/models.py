@@ -440,10 +440,14 @@ MODELS: dict[str, type[Model]] = {
 }
 
 
+MORE: dict[str, type[Model]] = {}
+"""Models of other files."""
+
+
 def made(name: str) -> tuple[Model, list[list[tuple[Tensor, Tensor]]]]:
     """A model, and the microbatches of all steps."""
     torch.manual_seed(7)
-    model = MODELS[name]()
+    model = (MODELS.get(name) or MORE[name])()
 
     def words() -> Tensor:
         return torch.randint(WORDS, (BATCH, LENGTH))

@@ -297,7 +297,7 @@ for each in (
     Patched,
     FrozenBehind,
 ):
-    models.MODELS[each.__name__] = each
+    models.MORE[each.__name__] = each
     NAMES.append(each.__name__)
 
 
