@@ -124,6 +124,16 @@ RUNS = (
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run(
+        "slow_hosts",
+        "slow_hosts --only stop --jobs 4 --layers 0.004 0.001 0.01",
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
+    ),
+    Run(
+        "slow_hosts_quota",
+        "slow_hosts --only quota --pauses 0.1 --stopped 0.5",
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
+    ),
+    Run(
         "timeline_cost",
         "timeline_cost",
         (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),

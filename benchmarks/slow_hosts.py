@@ -1,6 +1,7 @@
 """What `LayerMigration` does about a host that is stopped now and then, as by a CPU quota.
 
     python -m benchmarks.slow_hosts --jobs 3 --json slow_hosts.json
+    python -m benchmarks.all --only slow_hosts slow_hosts_quota
     python -m benchmarks.slow_hosts --only stop --pauses 0.1 --stopped 0.5 --layers 0.004
     python -m benchmarks.slow_hosts --only loaded
 
@@ -297,7 +298,8 @@ def measure(case: Case, options: Any) -> dict[str, Any]:
     """All runs of a case."""
     phases = Phases(options.before, options.during, options.after, options.counted)
     if case.layer > SHORT:
-        phases = Phases(*(number // 2 for number in phases))
+        # A return takes some windows of steps, however long these are.
+        phases = Phases(*(number // 2 for number in phases))._replace(after=phases.after)
     busy = []
     if case.kind == "loaded":
         phases = Phases(0, options.loaded_steps, 0, options.counted)

@@ -21,6 +21,8 @@ class Values(Protocol):
         """The value at ``file / key / key``."""
 
 
+_PROBES = "when a slow rank is probed has changed since"
+
 _ADDED = "the asynchronous schedules came since; what is measured here runs as before"
 
 _CHANGED = "the planner and the lanes of gradients have changed since"
@@ -32,6 +34,7 @@ OLD: dict[str, str] = {
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,
     ),
+    "slow_hosts": _PROBES,
     "checkpoints": "how files are read and written has been cleaned up since",
     **dict.fromkeys(("compression", "recomputation", "throughput_eager"), _ADDED),
     **dict.fromkeys(
@@ -158,6 +161,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "network_orders": lambda: network_orders(results),
         "migration": migration,
         "moves": moves,
+        "slow_hosts": lambda: slow_hosts(results),
         "compression": lambda: compression(results),
         "lanes": lanes,
         "overlap": overlap,
@@ -504,6 +508,31 @@ def moves() -> Rows:
             f"{{{where} / restart_over_live .0f}}",
         ],
     ]
+
+
+def slow_hosts(results: Values) -> Rows:
+    """A stage is held back for some time."""
+    header = ["the second stage", "pauses, ms", "of the time, %", "a layer, ms", "layers"]
+    header += ["moved after, steps", "of the optimum", "a step afterwards / before", "changes"]
+    rows = [header]
+    names = {"stop": "is stopped", "quota": "has a CPU quota"}
+    for file in ("slow_hosts", "slow_hosts_quota"):
+        cases = results.value(file)
+        for case in sorted(cases, key=lambda case: [float(n) for n in re.findall(r"[\d.]+", case)]):
+            found, where = cases[case], f"{file} / {case}"
+            kind, *numbers = case.split()[0], *re.findall(r"[\d.]+", case)
+            rows.append(
+                [
+                    names[kind],
+                    *numbers,
+                    "; ".join(f"{one}, {other}" for one, other in found["counts"]),
+                    f"{{{where} / steps_until_moved d}}",
+                    f"{{{where} / of_the_optimum .2f}}",
+                    f"{{{where} / after_over_before .2f}}",
+                    f"{{{where} / moves_during d}}, {{{where} / moves_after d}}",
+                ]
+            )
+    return rows
 
 
 def compression(results: Values) -> Rows:

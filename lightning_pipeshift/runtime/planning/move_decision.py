@@ -206,8 +206,9 @@ class Decider:
             if judged.verdict == UNDONE:
                 return self._undo(pending, stays, window)
             undone = pending.undoes
-            if undone is not None and window.took.mean > (undone.after_seconds or math.inf):
-                # Without it steps are even slower: it was not the change that made them slow.
+            took, error, _ = window.took
+            if undone is not None and took - error > (undone.after_seconds or math.inf):
+                # Without it steps are clearly slower: it was not the change that made them slow.
                 failed, new = self._failed, pending.old
                 self._failed = [each for each in failed if not each.new.is_like(new)]
         if window.is_early or self._is_over:
