@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,31 @@ def test_all_ranks_end_after_the_same_step_and_go_on_with_fewer(
     for name, value in whole[2].items():
         assert torch.equal(found[2][name], value), name
     assert torch.equal(found[3], whole[3])
+
+
+class SlowDisk(PipeShiftCheckpointIO):
+    """Takes longer than a rank waits after a SIGTERM for others that do nothing."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(8.0)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def run_on_a_slow_disk(how: Any, folder: str) -> Any:
+    callbacks = [ModelCheckpoint(folder, save_top_k=0), TakenAway(1, 2)]
+    trainer = quiet_trainer(
+        how, callbacks=callbacks, enable_checkpointing=True, max_epochs=2, plugins=[SlowDisk()]
+    )
+    with pytest.raises(SIGTERMException) as ended:
+        trainer.fit(built(SequentialMLP), data())
+    return ended.value.code, trainer.global_step
+
+
+def test_ranks_wait_for_the_last_checkpoint_however_slow_the_disk_is(tmp_path: Path) -> None:
+    """They wait longer for it than for ranks that do nothing after a SIGTERM."""
+    found = run_ranks(on_rank, 2, run_on_a_slow_disk, {"microbatches": 4}, (str(tmp_path),), {})
+    assert found == [(143, 4)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 SCRIPT = """
