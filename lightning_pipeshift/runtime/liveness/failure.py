@@ -8,6 +8,8 @@ once, which is replaced by the reason.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -241,6 +243,8 @@ class FailureBoard:
             self._signal, self._moved_at = number, time.monotonic()
             self._peers.interval = min(self._peers.interval, _LOOKS_EVERY_SECONDS)
             self._peers.ask()
+            # Python's last search for garbage takes longer than all else of an end.
+            atexit.register(gc.freeze)
 
     def _heed_signal(self, peers: Peers) -> None:
         """Ends this rank's wait after a signal: Python's handler runs only when the wait is over,
