@@ -194,3 +194,10 @@ def test_timelines_explain_it() -> None:
 def test_answers_to_requests_explain_it() -> None:
     move = Move(layer="a", stage=1, virtual_machine=0)
     assert is_explained(str(Request(id="1", moves=(move,))))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_the_first_pages_say_what_sees_a_microbatch(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for word in ("microbatch", "BatchNorm", "contrastive losses", "mixup"):
+        assert word in text

@@ -406,15 +406,8 @@ class FailureBoard:
         for: -1 for several, ``None`` if it does not wait.
         """
         waits = self.waits
-        if waits is None:
-            return {**activity(self._owner), "waits": None, "seconds": 0.0}
-        peer, since = waits
-        seconds = time.monotonic() - since
-        return {
-            **activity(self._owner),
-            "waits": -1 if peer is None else peer,
-            "seconds": seconds,
-        }
+        whom = None if waits is None else -1 if waits[0] is None else waits[0]
+        return {**activity(self._owner), "waits": whom}
 
     def _raise(self, reason: str | None) -> None:
         if reason is not None:

@@ -60,7 +60,7 @@ class Simulated:
         self.interrupted_at = self.interrupted_at or self.now
 
     def ask(self) -> None:
-        doing: dict[str, Any] = {"waits": None, "seconds": 0.0, "at": None, "purpose": None}
+        doing: dict[str, Any] = {"waits": None, "at": None, "purpose": None}
         doing |= {"action": "the forward of microbatch 0", "layer": self.layer()}
         self.answers = {1: json.dumps(doing)}
 
