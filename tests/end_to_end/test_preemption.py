@@ -335,4 +335,4 @@ def test_a_signal_to_the_launcher_ends_all_processes(
         found = re.search(r"got SIGTERM, and ends its wait, as (.*)", launched.output)
         assert found, launched.output
         assert "a checkpoint's gathering (" in found[1]
-        assert "train.py:11 in on_train_batch_end" in found[1]
+        assert "train.py:12 in on_train_batch_end" in found[1]
