@@ -5,12 +5,25 @@ so that a program can distinguish them. A message contains the value found, the 
 the remedy.
 """
 
+import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
 _MOST_NAMES = 8
+_MACHINE: Final = re.compile(r"\b[Vv]irtual machine(s?)(?: \d+(?:(?:, | and | to )\d+)*)?(?![\w'])")
+
+
+def explained(text: str) -> str:
+    """A message that says at the first use of "virtual machine" that no hypervisor is meant."""
+    if "of the pipeline)" in text:
+        return text
+    return _MACHINE.sub(
+        lambda found: f"{found[0]} ({'' if found[1] else 'one '}replica{found[1]} of the pipeline)",
+        text,
+        count=1,
+    )
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -33,6 +46,9 @@ def without_stack(error: E) -> E:
 
 class PipeShiftError(RuntimeError):
     """The root of the package's errors."""
+
+    def __str__(self) -> str:
+        return explained(super().__str__())
 
 
 class ConfigurationError(PipeShiftError):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, explained
 
 _UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SIZES: Final = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
@@ -107,4 +107,4 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
 
 def print_at_once(text: str) -> None:
     """Prints a message, whatever locks other threads hold."""
-    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
+    os.write(2, f"PipeShift: {explained(text)}\n".encode(errors="replace"))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, explained
 from lightning_pipeshift.plan.inputs.traffic import TrafficClass, with_marks
 
 _DEVICES: Final = Path("/sys/class/net")
@@ -249,7 +249,7 @@ def report(
         [
             f"# {dev} {state}.",
             "# Lanes, the most urgent first; traffic without a mark comes before the last:",
-            *table,
+            explained("\n".join(table)),
             *(["# Done:"] if apply else ["# To make it so, on each host, as root (or --apply):"]),
             *lines,
             f"# To undo it: {_removal(dev)}",

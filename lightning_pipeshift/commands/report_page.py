@@ -143,8 +143,8 @@ def _stages(recordings: Sequence[Recording]) -> Iterator[str]:
             )
     yield _table("stages", rows)
     yield (
-        "<p>A stage is V.S: stage S of virtual machine V. On a CPU the memory is all of the"
-        " process's, and what is expected is only the model's part.</p>"
+        "<p>V.S is stage S of V, a virtual machine (one replica of the pipeline). On a CPU the"
+        " memory is all of the process's, and what is expected is only the model's part.</p>"
     )
     if slow := slow_rank(recordings):
         yield f'<p id="slow">{escape(slow)}</p>'

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeshift.compat.lightning_private import training_data
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, explained
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.model.execution.microbatch import size_or_one
@@ -94,7 +94,7 @@ def chosen(
             saved,
         )
     choice = replicas.world.share_object(choice, source=0)
-    rank_zero_info(f"PipeShift: {choice.message}")
+    rank_zero_info(f"PipeShift: {explained(choice.message)}")
     return choice.topology, choice.microbatches
 
 

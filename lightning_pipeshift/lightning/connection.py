@@ -428,6 +428,11 @@ class Connection:
         if self._board is not None and not self.has_failed:
             self._board.pause()
 
+    def end_in_order(self) -> None:
+        """See :meth:`FailureBoard.end_in_order`."""
+        if self._board is not None:
+            self._board.end_in_order()
+
     def announce(self, exception: BaseException) -> bool:
         """Ends a run by an exception: publishes the reason to the other ranks, and interrupts what
         is in progress on the device.

@@ -80,6 +80,7 @@ class Interruptions:
     def heed(self) -> None:
         """After a step: makes Lightning's loop end the run, if any rank got a SIGTERM."""
         if self._pipeline.is_to_end:
+            self._connection.end_in_order()
             end_as_after_sigterm(self._trainer)
 
     def ends_in_order(self, exception: BaseException) -> bool:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipeshift.compat.lightning_names import TRAINER
+from lightning_pipeshift.errors import explained
 from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
 from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
 from lightning_pipeshift.lightning.connection import Connection
@@ -36,7 +37,7 @@ _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dic
 
 
 def _say(message: str) -> None:
-    rank_zero_info(f"PipeShift: {message}")
+    rank_zero_info(f"PipeShift: {explained(message)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,7 @@ class TrainingSteps:
                     [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
                 )
             lines += [
-                f"the stages of virtual machine {vm} (one replica of the pipeline)",
+                f"the stages of virtual machine {vm}",
                 *table(rows),
             ]
         self._say("\n".join(lines))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
+from lightning_pipeshift.errors import explained
 from lightning_pipeshift.plan.inputs.traffic import PIPELINE
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.timeline.recording import (
@@ -74,6 +75,7 @@ def _microseconds(seconds: float) -> float:
 def _of_rank(record: RankRecord) -> Iterator[dict[str, Any]]:
     rank = record.rank
     name = f"virtual machine {record.vm}, stage {record.stage}: rank {rank} on {record.host}"
+    name = name if rank else explained(name)
     order = 1000 * record.vm + record.stage
     yield _named("process_name", rank, name=name)
     yield _named("process_sort_index", rank, sort_index=order)

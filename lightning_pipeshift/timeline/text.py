@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from lightning_pipeshift.errors import explained
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
 from lightning_pipeshift.text import seconds_text
@@ -34,7 +35,7 @@ def draw(measured: Recording) -> str:
     plan = Plan.from_json(measured.plan) if measured.plan else None
     recomputes = any(span.action.kind.value == "R" for row in spans for span in row)
     lines += ["", *legend(plan is not None and plan.is_asynchronous, recomputes)]
-    return "\n".join(line.rstrip() for line in lines)
+    return explained("\n".join(line.rstrip() for line in lines))
 
 
 def headline(compared: Compared) -> str:

@@ -298,7 +298,8 @@ def test_with_little_memory_layers_move_in_parts_or_not_at_all() -> None:
         require_same([small[0]], [large[0]])
     # Both plans fit, but it would have four layers meanwhile.
     first, *others = run_ranks(move_within, 3, budgets, [2, 3, 2], {4: [1, 3, 3]})
-    assert "while layers move, stage 1 of virtual machine 0 would hold" in first[1][2]
+    who = "stage 1 of virtual machine 0 (one replica of the pipeline)"
+    assert f"while layers move, {who} would hold" in first[1][2]
     assert not first[0][2]
     for large, small in (first, *others):
         assert (large[1], small[1]) == ([(2, 3, 2), (1, 3, 3)], [(2, 3, 2)])

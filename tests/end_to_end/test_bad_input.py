@@ -150,7 +150,7 @@ def fitting(how: Any, make_module: Callable[[], Any] = LayersOfItsOwn, **argumen
 @pytest.mark.parametrize(
     ("partition", "parts"),
     [
-        ([2, 3], [r"\[2, 3\]", "5", "4 \\(", r"blocks|layers", "add"]),
+        ([2, 3], [r"\[2, 3\]", "5", "4 layers \\(", "blocks|layers", "add"]),
         ([1, 2], [r"\[1, 2\]", "3", "4", "add"]),
         ([1, 2, 1], [r"\[1, 2, 1\]", "3 counts", "2 stages"]),
         ([4], [r"\[4\]", "1 counts?", "2 stages"]),

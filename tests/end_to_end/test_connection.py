@@ -6,8 +6,10 @@ import gc
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.lightning import launcher as launching
 from lightning_pipeshift.runtime.comm import meeting
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject
 from lightning_pipeshift.runtime.comm.meeting import (
@@ -96,6 +99,103 @@ def test_another_program_listens_where_the_ranks_are_to_meet(
     monkeypatch.setattr(meeting, "GONE_SECONDS", 0.5)
     with socket.create_server(("", 0)) as listener, pytest.raises(error, match=words):
         store_of_this_start(rank, 2, "127.0.0.1", listener.getsockname()[1], timedelta(hours=1))
+
+
+class Clock:
+    """Stands still but for the waits of the code that is tested, in the place of ``time``."""
+
+    def __init__(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        self.now = 0.0
+        self._while_waiting = while_waiting
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._while_waiting()
+
+
+# Any failure before the ranks are connected ends them all within so many seconds.
+MOST_SECONDS = 20.0
+
+
+@pytest.mark.parametrize("seconds", [0.01, 3.0, 9.85, 9.95, 10.0])
+def test_how_long_a_rank_tries_to_talk_to_another_program(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt takes so long, up to the limit of an attempt."""
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", clock)
+
+    def fails(_: Any) -> Any:
+        clock.sleep(min(seconds, meeting.GONE_SECONDS))
+        raise dist.DistNetworkError("it does not answer as a store does")
+
+    monkeypatch.setattr(meeting, "_connected", fails)
+    with (
+        socket.create_server(("", 0)) as listener,
+        pytest.raises(StageFailedError, match="Rank 0 does not answer at"),
+    ):
+        store_of_this_start(1, 2, "127.0.0.1", listener.getsockname()[1], timedelta(hours=1))
+    assert clock.now <= MOST_SECONDS
+
+
+def test_how_long_a_rank_waits_for_a_host_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", clock)
+
+    def times_out(*_: Any, timeout: float) -> Any:
+        clock.sleep(timeout)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", times_out)
+    with pytest.raises(StageFailedError, match="Rank 0 does not answer at host, port 1"):
+        store_of_this_start(1, 2, "host", 1, timedelta(hours=1))
+    assert clock.now <= MOST_SECONDS
+
+
+def test_how_long_ranks_wait_for_one_that_came_and_vanished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    store.set("pipeshift/asks/1", "ask")
+
+    def takes_its_answer() -> None:
+        name = store.get("pipeshift/answer/ask").decode()
+        store.set(f"pipeshift/taken/ask/{name}", "0")
+
+    clock = Clock(takes_its_answer)
+    monkeypatch.setattr(meeting, "time", clock)
+    with pytest.raises(StageFailedError, match="Rank 1 ended, or stopped,"):
+        agreed_name(store, 0, 3, Waiting(3600.0, "here"))
+    assert clock.now <= MOST_SECONDS
+    clock.now = 0.0
+    with pytest.raises(StageFailedError, match="Rank 1 ended, or stopped, while the ranks connec"):
+        meeting.read_when_there(store, "at/1", 1)
+    assert clock.now <= MOST_SECONDS
+
+
+def test_how_long_the_launcher_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, killed, ends = Clock(), list[int](), list[int]()
+    monkeypatch.setattr(launching, "time", clock)
+
+    def end(code: int) -> None:
+        ends.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)
+    children: Any = [
+        SimpleNamespace(poll=lambda: None, kill=lambda: killed.append(1)),
+        SimpleNamespace(poll=lambda: 3, kill=lambda: killed.append(2)),
+    ]
+    with pytest.raises(SystemExit):
+        launching._watch(children, 1, lambda: False)
+    assert ends == [1]
+    assert killed == [1, 2]
+    assert clock.now <= MOST_SECONDS
 
 
 def train_and_drop() -> None:

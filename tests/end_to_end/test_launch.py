@@ -226,3 +226,7 @@ def test_a_rank_that_fails_before_they_are_connected_ends_all(rank: int, tmp_pat
     assert launched.returncode == 1
     words = "another program uses that port" if rank == 0 else "process of rank 1 ended with exit"
     assert words in launched.output
+    # That of the user's script, which ends with the reason.
+    assert launched.output.count("Traceback") == (rank == 0)
+    for name in ("TCPStore", "EADDRINUSE", "DistNetworkError"):
+        assert name not in launched.output

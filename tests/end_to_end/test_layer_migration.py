@@ -118,7 +118,7 @@ def mistaken(move: Move) -> Any:
     ("move", "words"),
     [
         (Move(step=1000, layer="layer.3", stage=1), "did you mean 'layers.3' or"),
-        (Move(step=1000, layer="layers.3", stage=5), "virtual machine 0 has the stages 0 to 1"),
+        (Move(step=1000, layer="layers.3", stage=5), "has the stages 0 to 1"),
         (Move(step=1000, layer="layers.3", stage=1, virtual_machine=1), "there are 1, counted"),
     ],
 )
@@ -398,7 +398,7 @@ def too_much() -> Any:
 
 def test_a_move_that_leaves_too_little_memory_is_refused() -> None:
     for rank in run_ranks(too_much, 2):
-        assert "stage 1 of virtual machine 0 would hold" in rank["error"]
+        assert "virtual machine 0 (one replica of the pipeline) would hold" in rank["error"]
         assert "more than it has" in rank["error"]
         assert set(rank["counts"]) == {(4, 4)}
 

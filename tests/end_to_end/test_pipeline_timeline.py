@@ -353,7 +353,8 @@ def getting_slow(folder: str) -> list[str]:
 
 def test_a_rank_that_gets_slow_is_named_in_one_warning(tmp_path: Path) -> None:
     (line,), others = run_ranks(getting_slow, 2, str(tmp_path))
-    assert line.startswith("PipeShift: rank 1 (stage 1 of virtual machine 0, host ")
+    name = "stage 1 of virtual machine 0 (one replica of the pipeline), host "
+    assert line.startswith(f"PipeShift: rank 1 ({name}")
     assert "is 15.0 times as slow as its plan expects" in line
     assert "LayerMigration()" in line
     assert not others, "the first rank speaks for all"

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,31 @@ def test_all_ranks_end_after_the_same_step_and_go_on_with_fewer(
     for name, value in whole[2].items():
         assert torch.equal(found[2][name], value), name
     assert torch.equal(found[3], whole[3])
+
+
+class SlowDisk(PipeShiftCheckpointIO):
+    """Takes longer than a rank waits after a SIGTERM for others that do nothing."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(8.0)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def run_on_a_slow_disk(how: Any, folder: str) -> Any:
+    callbacks = [ModelCheckpoint(folder, save_top_k=0), TakenAway(1, 2)]
+    trainer = quiet_trainer(
+        how, callbacks=callbacks, enable_checkpointing=True, max_epochs=2, plugins=[SlowDisk()]
+    )
+    with pytest.raises(SIGTERMException) as ended:
+        trainer.fit(built(SequentialMLP), data())
+    return ended.value.code, trainer.global_step
+
+
+def test_ranks_wait_for_the_last_checkpoint_however_slow_the_disk_is(tmp_path: Path) -> None:
+    """They wait longer for it than for ranks that do nothing after a SIGTERM."""
+    found = run_ranks(on_rank, 2, run_on_a_slow_disk, {"microbatches": 4}, (str(tmp_path),), {})
+    assert found == [(143, 4)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 SCRIPT = """
@@ -248,3 +274,65 @@ def test_a_signal_ends_ranks_that_wait_for_what_never_comes(
         assert "a checkpoint's gathering (" in found[0]
         assert "test_preemption.py:" in found[0]
     assert not any(tmp_path.iterdir())
+
+
+# Both ranks wait for good; then the launcher is told to end, or all that a terminal would tell.
+SIGNALLED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+number, *command = sys.argv[1:]
+run = subprocess.Popen(
+    [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    start_new_session=True,
+)
+while run.poll() is None and not (Path("waits-0").exists() and Path("waits-1").exists()):
+    time.sleep(0.05)
+(os.killpg if int(number) == signal.SIGINT else os.kill)(run.pid, int(number))
+# Ends when each process has ended, or closed its output.
+print(run.communicate()[0])
+print("ENDED", run.wait())
+"""
+
+WAITS_FOR_GOOD = """
+from pathlib import Path
+import lightning.pytorch as L
+from lightning_pipeshift import PipeShiftStrategy
+from tests.features_models import QUIET, built
+from tests.models import SequentialMLP, points
+
+class SavesAlone(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        Path(f"waits-{trainer.global_rank}").touch()
+        if trainer.is_global_zero:
+            trainer.save_checkpoint("alone.ckpt")
+
+if __name__ == "__main__":
+    strategy = PipeShiftStrategy(microbatches=4, partition="uniform")
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, **QUIET, callbacks=[SavesAlone()]
+    )
+    trainer.fit(built(SequentialMLP), points(20))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_a_signal_to_the_launcher_ends_all_processes(
+    launcher: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(WAITS_FOR_GOOD)
+    command = [str(tmp_path / "train.py")]
+    if launcher == "torchrun":
+        where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *where, *command]
+    launched = launch_script(SIGNALLED, str(int(number)), *command, cwd=tmp_path)
+    assert "ENDED" in launched.output
+    assert "ENDED 0" not in launched.output
+    assert not (tmp_path / "alone.ckpt").exists()
+    if number == signal.SIGTERM:
+        # Ctrl-C may come before a rank waits, and then it ends at once.
+        found = re.search(r"got SIGTERM, and ends its wait, as (.*)", launched.output)
+        assert found, launched.output
+        assert "a checkpoint's gathering (" in found[1]
+        assert "train.py:12 in on_train_batch_end" in found[1]

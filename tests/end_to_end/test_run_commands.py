@@ -147,7 +147,7 @@ def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
     assert "the layer 'another'; the layers are 'layers.0'" in unknown
     assert "have to be contiguous" in split
     assert "the stages 0 to 1" in stage
-    assert "virtual machine 3; there are 1" in machine
+    assert "virtual machine 3 (one replica of the pipeline); there are 1" in machine
     assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))
     assert "is running" in status
     assert "layers.0 to layers.4 (5)" in status

@@ -529,11 +529,11 @@ def test_arguments_that_do_not_fit_the_run(
     [
         ({"virtual_machines": [[0, 1], [1, 2]]}, "names rank 1 more than once"),
         ({"virtual_machines": [[0, 1], [3]]}, "not rank 2"),
-        ({"virtual_machines": [[0, 1], []]}, "virtual machine 1 has no device"),
+        ({"virtual_machines": [[0, 1], []]}, r"virtual machine 1 \(.*\) has no device"),
         ({"virtual_machines": 0}, "1 or more"),
         ({"virtual_machines": "two"}, "allowed are 'auto'"),
         ({"virtual_machines": [0, 1]}, "one list of ranks for each"),
-        ({"batch_shares": [1, 0]}, "gives virtual machine 1 the share 0"),
+        ({"batch_shares": [1, 0]}, r"gives virtual machine 1 \(.*\) the share 0"),
         ({"batch_shares": [1, -2.0]}, "above 0"),
         ({"batch_shares": 3}, "one number for each"),
         ({"gradient_aggregation": "star"}, "'auto', 'ring', 'allreduce'"),
@@ -566,5 +566,5 @@ def test_a_member_that_dies_in_the_middle_of_a_sum(dies: int) -> None:
         assert ("steps taken: 2" if outcome.rank == dies else "steps taken: 1") in outcome.output
         assert "steps taken: 3" not in outcome.output
         if outcome.rank != dies:
-            who = f"{name} (rank {dies} on {socket.gethostname()})"
+            who = f"{name} (one replica of the pipeline) (rank {dies} on {socket.gethostname()})"
             assert f"{who} ended without an error message" in outcome.message, str(outcome)

@@ -34,7 +34,7 @@ from tests.features_models import differences, on_one_device, on_rank, plain, qu
 def test_the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch() -> None:
     launched = launch_script(ROOT / "examples" / "train_gpt.py", "--steps", "40", "--width", "64")
     output = launched.output
-    assert "PipeShift plan: 7 layers, 1 virtual machine, schedule 1f1b, 8 microbatches" in output
+    assert "PipeShift plan: 7 layers, schedule 1f1b, 8 microbatches" in output
     assert re.search(r"^ +0 │0─*1", output, re.MULTILINE), "the plan's drawing"
     assert "train_loss=" in output, "the progress bar"
     losses = re.findall(r"^(?:validation loss|byte-frequency model) +(\d\.\d+) nats", output, re.M)

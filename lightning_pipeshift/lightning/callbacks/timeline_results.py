@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipeshift.errors import explained
 from lightning_pipeshift.files import write_text
 from lightning_pipeshift.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.timeline.compared import Compared
@@ -70,4 +71,4 @@ class TimelineResults:
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
             for message in messages:
-                rank_zero_warn(f"PipeShift: {message}.")
+                rank_zero_warn(f"PipeShift: {explained(message)}.")

@@ -195,8 +195,7 @@ class GroupingSearch:
         if not divides:
             raise PlanError(
                 f"the {request.step_samples:g} samples of a step cannot be divided equally among"
-                f" {' or '.join(map(str, counts))} virtual machines (replicas of the pipeline);"
-                " change the number of samples, or of virtual machines"
+                f" {' or '.join(map(str, counts))} virtual machines; change the number of either"
             )
         counts = divides
         refused, is_possible = None, False

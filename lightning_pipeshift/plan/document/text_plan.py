@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from lightning_pipeshift.errors import explained
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
 from lightning_pipeshift.text import bytes_text, count_text, seconds_text
 
@@ -61,7 +62,6 @@ def _headline(plan: Plan) -> str:
     return "PipeShift plan: " + ", ".join(
         [
             count_text(len(plan.layers), "layer"),
-            count_text(plan.placement.num_virtual_machines, "virtual machine"),
             f"schedule {plan.schedule}",
             "minibatches not split"
             if plan.is_asynchronous
@@ -75,7 +75,7 @@ def _prediction(plan: Plan, step_seconds: float) -> str:
     if plan.prediction is not None:
         step = seconds_text(plan.prediction.step_seconds)
         exposed = plan.prediction.exposed_seconds
-        waits = f", {seconds_text(exposed)} of it for other virtual machines' gradients"
+        waits = f", {seconds_text(exposed)} of it for sums of gradients"
         return f"predicted {what}: {step}{each}{waits if exposed else ''}"
     step = seconds_text(step_seconds)
     return f"predicted {what}: {step}{each} (a backward as 2 forwards, transfers as free)"
@@ -166,10 +166,12 @@ def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
 
 def _machine_names(vms: Sequence[int]) -> str:
     if len(vms) == 1:
-        return f"virtual machine {vms[0]}"
-    if len(vms) > 2 and vms[-1] - vms[0] == len(vms) - 1:
-        return f"virtual machines {vms[0]} to {vms[-1]}"
-    return f"virtual machines {', '.join(map(str, vms[:-1]))} and {vms[-1]}"[: _WIDTH - 8]
+        names = f"virtual machine {vms[0]}"
+    elif len(vms) > 2 and vms[-1] - vms[0] == len(vms) - 1:
+        names = f"virtual machines {vms[0]} to {vms[-1]}"
+    else:
+        names = f"virtual machines {', '.join(map(str, vms[:-1]))[:40]} and {vms[-1]}"
+    return names if vms[0] else explained(names)
 
 
 def _layer_names(layers: Sequence[LayerRecord], width: int) -> str:

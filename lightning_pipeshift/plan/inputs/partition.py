@@ -79,19 +79,19 @@ def _per_virtual_machine(
 def _require_fit(
     vm: int, counts: tuple[int, ...], num_layers: int, num_stages: int, names: Sequence[str]
 ) -> None:
-    found = f"the partition {list(counts)} of virtual machine {vm} (one replica of the pipeline)"
+    found = f"the partition {list(counts)} of virtual machine {vm}"
+    layers = f"{num_layers} layers" + (f" ({', '.join(names)})" if names else "")
     for count in counts:
         if type(count) is not int or count < 0:
             raise PartitionError(f"{found} has a {count!r}; a count is a whole number, 0 or more")
     if len(counts) != num_stages:
         raise PartitionError(
-            f"{found} has {len(counts)} counts; the virtual machine has {num_stages} stages: "
-            "give a count for each, 0 for a stage without layers (and a list for each virtual "
-            "machine where they differ)"
+            f"{found} has {len(counts)} counts; the virtual machine has {num_stages} stages for"
+            f" {layers}: give a count for each stage, 0 for one without layers (and a list for each"
+            " virtual machine where they differ)"
         )
     if sum(counts) != num_layers:
-        listed = f" ({', '.join(names)})" if names else ""
         raise PartitionError(
-            f"{found} adds up to {sum(counts)} layers; the model has {num_layers}{listed}: "
+            f"{found} adds up to {sum(counts)} layers; the model has {layers}: "
             "change the counts until they add up, or use 'auto' or 'uniform'"
         )

@@ -136,9 +136,10 @@ def store_of_this_start(
                 ) from None
             # This store may be that of an earlier start of rank 0, which has just ended.
             troubled_since = began if troubled_since is None else troubled_since
-            if time.monotonic() - troubled_since > GONE_SECONDS:
-                raise _no_store(where, error) from None
+            # Before the check: the last attempt begins in time.
             time.sleep(0.1)
+            if time.monotonic() - troubled_since >= GONE_SECONDS:
+                raise _no_store(where, error) from None
 
 
 def _connected(make: Callable[[], dist.Store]) -> dist.Store:

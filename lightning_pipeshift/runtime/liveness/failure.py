@@ -8,6 +8,8 @@ once, which is replaced by the reason.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import signal
@@ -40,11 +42,10 @@ HEARTBEAT_SECONDS: Final = 10.0
 _GRACE_SECONDS: Final = 10.0
 # How long after another rank's error this rank may continue.
 _RESPITE_SECONDS: Final = 1.0
-# How long after a signal this rank may still wait without a sign that the run continues. After a
-# SIGTERM it may be twice the longest pause of the last minute, for a step that ends in order.
+# How long after a signal this rank may still wait without a sign that the run continues, and how
+# often it then looks. With the respite, a waiting rank ends within 5 s, whatever it waits for.
 _SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 2.0}
-_RECENT_SECONDS: Final = 60.0
-_MOST_PAUSE_SECONDS: Final = 20.0
+_LOOKS_EVERY_SECONDS: Final = 0.25
 _MOST_CHARACTERS: Final = 6000
 
 
@@ -99,11 +100,11 @@ class FailureBoard:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._signal: int | None = None
-        # The last sign of progress, and when it was seen; the longest pause between two signs in
-        # the last minute, and its end.
+        self._ends_in_order = False
+        # After a signal: what each rank does, the last sign of progress, and when it was seen.
+        self._found: dict[int, Any] = {}
         self._sign: Any = None
-        self._moved_at = time.monotonic()
-        self._pause = 0.0, self._moved_at
+        self._moved_at = 0.0
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
@@ -179,7 +180,7 @@ class FailureBoard:
         """Starts another run of the same ranks."""
         self.is_running = True
         self._owner = threading.get_ident()
-        self._signal = None
+        self._signal, self._ends_in_order = None, False
         if self._peers is not None:
             self._peers.resume()
             self._peers.hear_signals()
@@ -230,39 +231,47 @@ class FailureBoard:
             # No rank has failed; but all would wait for ever.
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
+    def end_in_order(self) -> None:
+        """Called when all ranks know that the run ends because of a SIGTERM: from now on, they may
+        wait for a checkpoint on a slow disk, also if a launcher repeats the signal.
+        """
+        self._ends_in_order, self._signal = True, None
+
     def _hear_signal(self, number: int) -> None:
-        if number in _SIGNAL_SECONDS and self._signal is None and self._peers is not None:
+        is_known = self._signal is not None or (self._ends_in_order and number == signal.SIGTERM)
+        if number in _SIGNAL_SECONDS and not is_known and self._peers is not None:
             self._signal, self._moved_at = number, time.monotonic()
+            self._peers.interval = min(self._peers.interval, _LOOKS_EVERY_SECONDS)
             self._peers.ask()
+            # Python's last search for garbage takes longer than all else of an end.
+            atexit.register(gc.freeze)
 
     def _heed_signal(self, peers: Peers) -> None:
         """Ends this rank's wait after a signal: Python's handler runs only when the wait is over,
         and after a SIGTERM the run is to end in order, after a step that may never be complete.
         """
-        now, waits = time.monotonic(), self.waits
-        # In waits for several ranks, the time changes without progress.
+        number, waits, now = self._signal, self.waits, time.monotonic()
+        if number is None:
+            return
+        self._found |= {rank: json.loads(text) for rank, text in peers.answers.items() if text}
+        self._found[self._rank] = self.activity()
+        peers.ask()
+        # In waits for several ranks, the time changes without progress. A long action of another
+        # rank goes from layer to layer.
         known = waits if waits is not None and waits[0] is not None else None
-        sign = sum(peers.counts.values()) + self._count(), known
-        seconds = now - self._moved_at
+        layers = {rank: (one["action"], one["layer"]) for rank, one in self._found.items()}
+        sign = sum(peers.counts.values()) + self._count(), known, layers
         if waits is None or sign != self._sign:
-            longest, ended_at = self._pause
-            if self._signal is None and (seconds > longest or now - ended_at > _RECENT_SECONDS):
-                self._pause = seconds, now
             self._sign, self._moved_at = sign, now
+        seconds = now - self._moved_at
+        if seconds < _SIGNAL_SECONDS[number]:
             return
-        if self._signal is None or seconds < _SIGNAL_SECONDS[self._signal]:
-            return
-        is_term = self._signal == signal.SIGTERM
-        if is_term and seconds < min(2 * self._pause[0], _MOST_PAUSE_SECONDS):
-            return
-        found = {self._rank: self.activity()}
-        found |= {rank: json.loads(text) for rank, text in peers.answers.items() if text}
         reason = (
-            f"{self.own_name} got {signal.Signals(self._signal).name}, and ends its wait, as no"
-            f" rank has completed anything for {seconds:.0f} s."
-            f" {standstill_text(found, self.name_of)}"
+            f"{self.own_name} got {signal.Signals(number).name}, and ends its wait, as no rank has"
+            f" completed anything for {seconds:.1f} s. {standstill_text(self._found, self.name_of)}"
         )
-        self._failure = SystemExit(128 + signal.SIGTERM) if is_term else KeyboardInterrupt()
+        is_term = number == signal.SIGTERM
+        self._failure = SystemExit(128 + number) if is_term else KeyboardInterrupt()
         if self._note({"by": self._rank, "reason": reason}):
             print_at_once(reason)
         self._is_over = True
@@ -397,15 +406,8 @@ class FailureBoard:
         for: -1 for several, ``None`` if it does not wait.
         """
         waits = self.waits
-        if waits is None:
-            return {**activity(self._owner), "waits": None, "seconds": 0.0}
-        peer, since = waits
-        seconds = time.monotonic() - since
-        return {
-            **activity(self._owner),
-            "waits": -1 if peer is None else peer,
-            "seconds": seconds,
-        }
+        whom = None if waits is None else -1 if waits[0] is None else waits[0]
+        return {**activity(self._owner), "waits": whom}
 
     def _raise(self, reason: str | None) -> None:
         if reason is not None:

@@ -82,7 +82,7 @@ class Peers:
         on_lost: called in the thread, with the ranks that are gone and how that was noticed.
         describe: returns this rank's current activity; called in the thread.
         count: returns the number of actions that this rank has completed.
-        on_tick: called in the thread about every second, with this object.
+        on_tick: called in the thread every :attr:`interval`, with this object.
         on_signal: called in the thread, with the number of a signal of :meth:`hear_signals`.
     """
 
@@ -100,7 +100,8 @@ class Peers:
         self.timeout = timeout
         self.answers: dict[int, str] = {}
         """The other ranks' answers to :meth:`ask`, by rank."""
-        self._interval = min(1.0, timeout / 10)
+        self.interval = min(1.0, timeout / 10)
+        """The seconds between two heartbeats, and between two calls of ``on_tick``."""
         self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
         self._describe, self._count, self._on_signal = describe, count, on_signal
         self._hears_signals = False
@@ -261,12 +262,13 @@ class Peers:
         woke = beats_at = time.monotonic()
         try:
             while not self._is_closing.is_set():
-                wait = min(max(0.0, beats_at - time.monotonic()), self._interval)
+                wait = min(max(0.0, beats_at - time.monotonic()), self.interval)
                 ready = self._selector.select(wait)
                 now = time.monotonic()
+                beats_at = min(beats_at, now + self.interval)
                 # This process itself was stopped, or was not scheduled: the other ranks were not
                 # silent, but this one has not listened.
-                was_away = now - woke > self._interval + self.timeout / 3
+                was_away = now - woke > self.interval + self.timeout / 3
                 woke = now
                 for key, events in ready:
                     if key.data is None:
@@ -280,7 +282,7 @@ class Peers:
                     for peer in self._peers.values():
                         peer.heard_at = now
                 if now >= beats_at:
-                    beats_at = now + self._interval
+                    beats_at = now + self.interval
                     self._beat(now)
                     self._on_tick(self)
                 for peer in self._peers.values():
@@ -397,7 +399,7 @@ class Peers:
         if not any(silence(peer) > self.timeout for peer in around):
             return
         # The ranks of a host become silent together, except for the timing of their heartbeats.
-        lost = [peer for peer in around if silence(peer) > self.timeout - 3 * self._interval]
+        lost = [peer for peer in around if silence(peer) > self.timeout - 3 * self.interval]
         longest = max(map(silence, lost))
         for peer in lost:
             # It stays connected: announcements reach it if it continues.

@@ -146,8 +146,7 @@ class StallWatch:
         Args:
             counts: the completed actions of each rank.
             answers: returns the answers of the ranks, by rank: an :func:`activity` with the rank
-                that they wait for, if they wait (``"waits"``), and for how long they have waited
-                (``"seconds"``), as JSON.
+                that they wait for, if they wait (``"waits"``), as JSON.
             ask: asks for the answers.
             now: the time.
         """

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from lightning_pipeshift.documents import Document
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, explained
 from lightning_pipeshift.files import parse_json, read_text, remove_leftovers, write_text
 from lightning_pipeshift.plan.document.moves import Move
 
@@ -59,7 +59,7 @@ class Request:
     moves: tuple[Move, ...]
 
     def __str__(self) -> str:
-        return ", ".join(_in_words(move) for move in self.moves)
+        return explained(", ".join(_in_words(move) for move in self.moves))
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ def test_moves(counts, moves, expected):
     ("moves", "words"),
     [
         (["x 0"], "the layer 'x'; the layers are 'a', 'b'"),
-        (["a 3"], "stage 3; virtual machine 0 has the stages 0 to 2"),
+        (["a 3"], r"stage 3; virtual machine 0 \(.*\) has the stages 0 to 2"),
         (["a -1"], "stage -1"),
-        (["a 0 2"], "in virtual machine 2; there are 1"),
+        (["a 0 2"], r"in virtual machine 2 \(.*\); there are 1"),
         (["c 0", "c 2"], "two moves of the layer 'c'"),
         (["a 2"], "'b' would be on stage 0, and 'a', .* on stage 2.*between them too"),
         (["d 0"], "'d' would be on stage 0, and 'c'"),

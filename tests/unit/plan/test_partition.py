@@ -3,9 +3,13 @@ import pytest
 from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.inputs.partition import resolve
 
+NAMES = ("embed", *(f"blocks.{n}" for n in range(7)), "head")
 
-def counts(spec, stages_per_vm=(2,), num_layers=9, idle=()):
-    return resolve(spec, num_layers=num_layers, stages_per_vm=stages_per_vm, idle=idle).counts
+
+def counts(spec, stages_per_vm=(2,), num_layers=9, idle=(), names=()):
+    return resolve(
+        spec, num_layers=num_layers, stages_per_vm=stages_per_vm, idle=idle, names=names
+    ).counts
 
 
 def test_words():
@@ -39,7 +43,7 @@ def test_lists():
             r"\[5, 5\] of virtual machine 0 \(.*\) adds up to 10 layers; the model has 9",
         ),
         ([[5, 4], [5, 5]], (2, 2), r"virtual machine 1 \(.*\) adds up to 10"),
-        ([3, 3, 3], (2,), "has 3 counts; the virtual machine has 2 stages: give a count"),
+        ([3, 3, 3], (2,), "has 3 counts; the virtual machine has 2 stages for 9 layers: give a"),
         ([9], (2,), "has 1 counts; the virtual machine has 2 stages"),
         (
             [5, 4],
@@ -50,7 +54,7 @@ def test_lists():
         ([4.5, 4.5], (2,), "has a 4.5; a count is a whole number"),
         ([True, 8], (2,), "has a True"),
         (["5", "4"], (2,), "has a '5'"),
-        ([[5, 4]], (2, 2), "lists for 1 virtual machines; there are 2"),
+        ([[5, 4]], (2, 2), r"lists for 1 virtual machines \(.*\); there are 2"),
         ([[5, 4], 9], (2, 2), "one number per stage.*or one list per virtual machine"),
         ([], (2,), "one number per stage"),
         ("even", (2,), "'even'; allowed are 'auto', 'uniform', a list"),
@@ -61,3 +65,9 @@ def test_lists():
 def test_wrong_partitions(spec, stages_per_vm, words):
     with pytest.raises(PartitionError, match=words):
         counts(spec, stages_per_vm)
+
+
+@pytest.mark.parametrize("spec", [[5, 5], [3, 3, 3], [[9, 1]]])
+def test_the_layers_are_listed_by_name(spec):
+    with pytest.raises(PartitionError, match=rf"9 layers \({', '.join(NAMES)}\): "):
+        counts(spec, names=NAMES)

@@ -312,7 +312,7 @@ BAD_REQUESTS = [
     ({"virtual_machines": ((0, 1),), "partition": ((1,), (1,))}, "is for 1, partition is for 2"),
     ({"schedule": "async", "microbatches": 2}, "schedule='async' with microbatches=2; an asyn"),
     ({"schedule": "async", "virtual_machines": ((0, 1), (2,))}, "a deeper pipeline uses older"),
-    ({"schedule": "async", "partition": ((1, 1), (2,))}, "virtual machines of 2, 1 stages"),
+    ({"schedule": "async", "partition": ((1, 1), (2,))}, r"virtual machines \(.*\) of 2, 1 stages"),
 ]
 
 
@@ -325,7 +325,7 @@ def test_requests_that_do_not_go_together(wanted, message):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"virtual_machines": 3}, "3 virtual machines on 2 devices"),
+        ({"virtual_machines": 3}, r"3 virtual machines \(.*\) on 2 devices"),
         ({"partition": ((1, 1), (2,))}, "3 stages on 2 devices"),
         ({"partition": ((1, 1, 0),)}, "3 stages on 2 devices"),
         ({"partition": ((1, 1),), "virtual_machines": 2}, "4 stages on 2 devices"),

@@ -8,10 +8,10 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
 
 TWO_STAGES = """
-PipeShift plan: 14 layers, 1 virtual machine, schedule 1f1b, 8 microbatches
+PipeShift plan: 14 layers, schedule 1f1b, 8 microbatches
 predicted step: 756 ms (a backward as 2 forwards, transfers as free)
 
-── virtual machine 0 ───────────────────────────────────────────────────────────────────────────────
+── virtual machine 0 (one replica of the pipeline) ─────────────────────────────────────────────────
 stage  layers                                           parameters  forward time       payload out
     0  model.wte … model.h.5 (7 layers)                   196.0 MB  ██████        50%       6.3 MB
     1  model.h.6 … model.lm_head (7 layers)               196.0 MB  ██████        50%            -
@@ -24,10 +24,10 @@ stage  layers                                           parameters  forward time
 
 
 ASYNCHRONOUS_PLAN = """
-PipeShift plan: 14 layers, 1 virtual machine, schedule async, minibatches not split
+PipeShift plan: 14 layers, schedule async, minibatches not split
 predicted pace: 84 ms a minibatch (a backward as 2 forwards, transfers as free)
 
-── virtual machine 0 ───────────────────────────────────────────────────────────────────────────────
+── virtual machine 0 (one replica of the pipeline) ─────────────────────────────────────────────────
 stage  layers                                           parameters  forward time       payload out
     0  model.wte … model.h.5 (7 layers)                   196.0 MB  ██████        50%       6.3 MB
     1  model.h.6 … model.lm_head (7 layers)               196.0 MB  ██████        50%            -
@@ -77,7 +77,7 @@ def test_a_drained_stage():
 def test_equal_virtual_machines_are_drawn_once():
     placement = Placement(((7, 7), (7, 7), (7, 7), (4, 5, 5)))
     drawing = str(Plan(gpt(), placement, "gpipe", 4))
-    assert "── virtual machines 0 to 2 ──" in drawing
+    assert "── virtual machines 0 to 2 (replicas of the pipeline) ──" in drawing
     assert "── virtual machine 3 ──" in drawing
     assert drawing.count("stage  layers") == 2
 

@@ -33,7 +33,7 @@ def answer(
     purpose: str | None = None,
 ) -> str:
     doing = {"action": action, "layer": layer, "at": at, "purpose": purpose}
-    return json.dumps({"waits": waits, "seconds": 1.0, **doing})
+    return json.dumps({"waits": waits, **doing})
 
 
 class Watched:
