@@ -70,7 +70,8 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
             even = None
     elif _room_bytes(even, cluster) < 0:
         even = None
-    return plan_of_arrangement(best, profile, cluster), best, even
+    plan, samples = plan_of_arrangement(best, profile, cluster), request.total_samples(len(cuts))
+    return replace(plan, step_samples=samples), best, even
 
 
 def plan_and_show(profile: Profile, cluster: Cluster, request: PlanRequest, out: Path) -> None:

@@ -162,6 +162,7 @@ class AsynchronousPipeline(Pipeline):
             # Later batches are compared by :meth:`before_minibatch`.
             self._check_batch(given.batch, given.batch_idx)
         ((part, size),) = split(given.batch, 1)
+        self.planning.note_samples(size)
         key = self._key("train", given.step_number, 0)
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._optimizers = given.optimizers
