@@ -62,7 +62,8 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
     possible = profile.possible_cuts
     cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
     even: Arrangement | None
-    even = evaluate(profile, cluster, request, best.ranks, cuts, best.microbatches)
+    how = best.ranks, cuts, best.microbatches, request.batch_shares
+    even = evaluate(profile, cluster, request, *how)
     if request.policy is not None:
         try:
             even = compressed(profile, cluster, request, even)

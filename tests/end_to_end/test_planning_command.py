@@ -23,7 +23,9 @@ from lightning_pipeshift import (
     PlanError,
 )
 from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
@@ -185,6 +187,7 @@ def test_a_plan_keeps_the_number_of_samples_of_a_step(
         printed = " ".join(capsys.readouterr().out.split())
         assert "a step has 64 samples" in printed
         assert ("set its `batch_size` to 16" in printed) == (count == 4)
+        assert plan.step_samples == 64, "what a run with the plan is compared with"
         assert plan.prediction is not None
         seconds[count] = plan.prediction.step_seconds
     # 64 samples of 12 layers, 0.0075 s each, on four devices: either way the same work.
@@ -211,6 +214,23 @@ def test_idle_devices_and_what_limits_each_depth_are_printed(
     rates = re.findall(r"\d+ stages? ([\d.]+),", " ".join(printed.split()))
     assert rates
     assert all(float(rate) <= float(chosen) for rate in rates)
+
+
+def test_each_devices_part_of_the_samples_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One virtual machine of two devices, and one of a device of half the speed."""
+    devices = [Device("a", "big"), Device("a", "big"), Device("b", "big", speed=0.5)]
+    request = PlanRequest(
+        virtual_machines=((0, 1), (2,)), batch_shares=(3.0, 1.0), step_samples=64.0, microbatches=4
+    )
+    made = planning_command.make(profile(), Cluster(tuple(devices)), request)
+    printed = planning_command.report(made, Cluster(tuple(devices)))
+    (header,) = [line for line in printed.splitlines() if "part of the samples" in line]
+    begin = header.index("part of the samples")
+    rows = [line for line in printed.splitlines() if " big" in line]
+    found = {(row.split()[-1], row[begin:].split()[0]) for row in rows}
+    assert found == {("a", "75.0%"), ("b", "25.0%")}
+    # The even cut of the same shares is this plan.
+    assert "1.00 times the uniform split's" in printed
 
 
 def test_the_uniform_split_is_compared_only_where_it_fits(
@@ -460,7 +480,7 @@ def test_a_run_keeps_the_samples_of_its_plans_steps_or_asks(document: dict[str, 
     # A batch size that the user may have chosen since is said, and taken.
     first, second = run_ranks(run_plan, 2, {**machines, "step_samples": 20})
     assert second == (20, []), "the first rank speaks for all"
-    ((_, [line]),) = [first]
+    _, [line] = first
     assert "20 samples, and the first step of this run has 16" in line
     assert "`batch_size` to 10;" in line
     # What is not known is found out.

@@ -73,8 +73,10 @@ def test_equal_devices_keep_their_layers() -> None:
 
 
 def test_a_slow_device_gives_layers_away() -> None:
-    decision = decider().decide(plan(), window(measured(0.5)))
+    known = replace(plan(), step_samples=64.0)
+    decision = decider().decide(known, window(measured(0.5)))
     assert decision.is_new
+    assert Plan.from_json(decision.plan).step_samples == 64, "of the same steps"
     first, second = counts_of(decision)
     assert first > second
     assert decision.change is not None
