@@ -105,7 +105,10 @@ def report(made: Made, cluster: Cluster) -> str:
             "gradients waited for",
             [f"{a.prediction.exposed_seconds:.3g} s" for _, a in columns],
         ),
-        ("largest peak of memory", [_peak(a) for _, a in columns]),
+        (
+            "largest peak of memory",
+            [bytes_text(max(map(max, a.prediction.memory_bytes))) for _, a in columns],
+        ),
         ("least memory left", [_room(a, cluster) for _, a in columns]),
     ]
     lines = [str(plan), "", *_devices(plan, best, cluster), ""]
@@ -138,11 +141,6 @@ def _why(best: Arrangement) -> str:
         parts.append(f"{counts} stage{'s' if counts != '1' else ''}: does not fit in memory")
     text = "samples per second by the pipelines' depth, simulated, before tensors are swapped: "
     return textwrap.fill(text + "; ".join(parts), 100)
-
-
-def _peak(arrangement: Arrangement) -> str:
-    peaks = [peak for peaks in arrangement.prediction.memory_bytes for peak in peaks]
-    return bytes_text(max(peaks))
 
 
 def _room(arrangement: Arrangement, cluster: Cluster) -> str:

@@ -473,9 +473,9 @@ def test_a_run_keeps_the_samples_of_its_plans_steps_or_asks(document: dict[str, 
     for error in run_ranks(run_plan, 2, {**machines, "step_samples": 8}):
         assert error == (
             "PlanError: the plan was made for steps of 8 samples, and the first step of this run"
-            " has 16: 2 virtual machines (replicas of the pipeline) train on 8 each. Set the"
-            " DataLoader's `batch_size` to 4; or, if you want steps of 16 samples, the plan's field"
-            " 'step_samples' to 16"
+            " has 16: 8 for each virtual machine (replica of the pipeline), of which there are 2."
+            " Set the DataLoader's `batch_size` to 4; or, if you want steps of 16 samples, the"
+            " plan's field 'step_samples' to 16"
         )
     # A batch size that the user may have chosen since is said, and taken.
     first, second = run_ranks(run_plan, 2, {**machines, "step_samples": 20})

@@ -156,9 +156,10 @@ class Decider:
         self._settings = settings
         self._topology = topology
         self._pending: _Pending | None = None
-        # What a first plan expects of another order of the ranks than their own, until it is
-        # judged; the plan in their own order, and that plan.
-        self._first: tuple[Change, Plan, Plan] | None = None
+        self.first: tuple[Change, Plan, Plan] | None = None
+        """What a run expects that begins with the ranks in another order than their own; the plan
+        for their own, and that plan. ``None``: it does not, or it has been judged.
+        """
         # Changes that were undone: in the same circumstances no plan is tried for its speed.
         self._failed: list[_Pending] = []
         # By virtual machine and layer, the ranks from which decisions have moved it away.
@@ -184,21 +185,6 @@ class Decider:
         """Whether a memory plan may be replaced by recomputing all layers: not what a user has
         chosen, and once in a run.
         """
-
-    def begin(self, own: Plan, best: Plan) -> Change:
-        """Returns what a run expects that begins with the ranks in another order than their own.
-
-        Args:
-            own: the plan for their own order, with its prediction.
-            best: the plan with which the run begins, likewise.
-        """
-        assert own.prediction is not None
-        assert best.prediction is not None
-        what = f"the stages are the ranks {ranks_text(best.ranks)} and not {ranks_text(own.ranks)}"
-        seconds = own.prediction.step_seconds, best.prediction.step_seconds
-        change = Change(what, *seconds, is_estimated=True)
-        self._first = change, own, best
-        return change
 
     def decide(self, plan: Plan, window: Window) -> Decision:
         """Judges the last change, and decides whether to change to a better plan.
@@ -261,7 +247,7 @@ class Decider:
         self, kept: Plan, best: tuple[Plan, bool] | None, window: Window
     ) -> Change | None:
         """The first order with its verdict, by what its steps say of the ranks' own order."""
-        first, self._first = self._first, None
+        first, self.first = self.first, None
         if first is None or not kept.is_like(first[2]):
             return None
         change, own, _ = first
@@ -274,7 +260,7 @@ class Decider:
         )
 
     def _change(self, pending: _Pending, stays: Decision, window: Window) -> Decision:
-        self._pending, self._first, self._insistence = pending, None, 0
+        self._pending, self.first, self._insistence = pending, None, 0
         message = f"{window.num_steps} steps have been measured. {pending.change}."
         message += "".join(f" {link}." for link in window.links)
         waited = waits_text(waits_of(pending.old, window.measured))

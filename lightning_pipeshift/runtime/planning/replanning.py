@@ -264,18 +264,15 @@ class Replanning:
 
     def _with_samples(self, plan: Plan) -> Plan:
         """The plan with the samples of a step, compared with those that it was made for."""
-        replicas, planned = self._replicas, plan.step_samples
-        count, is_last = replicas.count, replicas.is_last_stage
-        mine = torch.tensor([self._batch_samples * is_last])
-        total = float(replicas.world.sum(mine))
+        planned, count = plan.step_samples, self._replicas.count
+        mine = self._batch_samples * self._replicas.is_last_stage
+        total = float(self._replicas.world.sum(torch.tensor([mine])))
         if planned in (0.0, total):
             return replace(plan, step_samples=total)
-        machines = "one virtual machine (one replica of the pipeline) trains"
-        if count > 1:
-            machines = f"{count} virtual machines (replicas of the pipeline) train"
         text = (
             f"the plan was made for steps of {planned:g} samples, and the first step of this run"
-            f" has {total:g}: {machines} on {total / count:g} each. Set the DataLoader's"
+            f" has {total:g}: {total / count:g} for each virtual machine (replica of the pipeline),"
+            f" of which there {'is 1' if count == 1 else f'are {count}'}. Set the DataLoader's"
             f" `batch_size` to {planned / count:g}; or, if you want steps of {total:g} samples, the"
             f" plan's field 'step_samples' to {total:g}"
         )
@@ -313,7 +310,10 @@ class Replanning:
         then, now = first.prediction, best.prediction
         if then is None or now is None or then.step_seconds < (1 + _SURE_GAIN) * now.step_seconds:
             return first, None
-        change = self._decider.begin(first, best)
+        orders = ranks_text(best.ranks), ranks_text(first.ranks)
+        what = "the stages are the ranks {} and not {}".format(*orders)
+        change = Change(what, then.step_seconds, now.step_seconds, is_estimated=True)
+        self._decider.first = change, first, best
         self._messages.append(f"{change}, by a short measurement of devices and links.")
         return best, change
 
@@ -429,13 +429,6 @@ class Replanning:
             )
         return Plan.from_json(text)
 
-    def with_lanes(self, plan: Plan) -> Plan:
-        """A plan with the lanes that are best by the measurements, if there are any. Every rank
-        calls this.
-        """
-        shares = self.measured.lane_shares(plan) if self.measured is not None else ()
-        return replace(plan, lane_shares=self._replicas.world.share_object(shares, source=0))
-
     def cut_overs(self, old: Plan, new: Plan) -> list[CutOver]:
         """The plans by which one plan turns into another. Every rank calls this.
 
@@ -464,25 +457,22 @@ class Replanning:
         checks_memory = self.is_measured or has_budget
         return cut_overs(old, new, self._layers, measured, has_budget, checks_memory)
 
-    def require_memory(self, plan: Plan) -> None:
+    def require_memory(self, plan: Plan, is_here: bool = False) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,
-        if there are any. Every rank calls this.
+        if there are any.
+
+        Args:
+            plan: the plan.
+            is_here: whether only the first rank calls this; otherwise every rank does.
         """
-        problem = self._replicas.world.share_object(self._lacking(plan), source=0)
+        problem, measured = "", self.measured
+        if measured is not None and self.is_measured:
+            held = measured.prediction(plan).memory_bytes
+            problem = "" if measured.fits(plan, held) else measured.lacking(plan, held)
+        if not is_here:
+            problem = self._replicas.world.share_object(problem, source=0)
         if problem:
             raise PlanError(problem)
-
-    def require_memory_here(self, plan: Plan) -> None:
-        """As :meth:`require_memory`, on the first rank only."""
-        problem = self._lacking(plan)
-        if problem:
-            raise PlanError(problem)
-
-    def _lacking(self, plan: Plan) -> str:
-        if self.measured is None or not self.is_measured:
-            return ""
-        measured, memory_bytes = self.measured, self.measured.prediction(plan).memory_bytes
-        return "" if measured.fits(plan, memory_bytes) else measured.lacking(plan, memory_bytes)
 
     # --- once the first steps have been measured ---
 

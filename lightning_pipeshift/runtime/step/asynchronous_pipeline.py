@@ -115,7 +115,7 @@ class AsynchronousPipeline(Pipeline):
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
         if self.replicas.rank == 0:
-            self.planning.require_memory_here(plan)
+            self.planning.require_memory(plan, is_here=True)
         self.adopt(plan)
 
     def _request(self, plan: Plan, from_microbatch: int | None) -> None:

@@ -25,6 +25,7 @@ from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
 from lightning_pipeshift.text import seconds_text
+from lightning_pipeshift.timeline.outcomes import Change
 
 NUM_LAYERS, MICROBATCHES = 8, 4
 TOPOLOGY = Topology(((0, 1),))
@@ -148,16 +149,8 @@ def test_the_first_order_is_judged_by_measured_steps(misled: bool) -> None:
     first steps, half of the work is in the last layer, which suits that order, or in the first one.
     """
     mind = Decider(Settings(microbatches=MICROBATCHES), TOPOLOGY)
-    own, best = (
-        replace(each, prediction=replace(each.prediction, step_seconds=seconds))
-        for each, seconds in ((ordered(0, 1), 1.5), (ordered(1, 0), 1.0))
-        if each.prediction is not None
-    )
-    change = mind.begin(own, best)
-    assert str(change) == (
-        "the stages are the ranks [1, 0] and not [0, 1]: a step would take 1.5 s, and 1 s is"
-        " expected"
-    )
+    own, best = ordered(0, 1), ordered(1, 0)
+    mind.first = Change("the stages are the ranks", 1.5, 1.0, is_estimated=True), own, best
     times = (0.02,) * (NUM_LAYERS - 1)
     times = (0.28, *times) if misled else (*times, 0.28)
     kinds = {"cpu": KindProfile(times, times)}
@@ -167,6 +160,8 @@ def test_the_first_order_is_judged_by_measured_steps(misled: bool) -> None:
     decision = mind.decide(best, window(found, Estimate(took, 0.0, 5)))
     judged = decision.judged
     assert judged is not None
+    text = str(judged)
+    assert text.startswith("the stages are the ranks: a step would take 1.5 s, and 1 s is expected")
     assert (judged.before_seconds, judged.expected_seconds) == (1.5, 1.0)
     assert judged.after_seconds == took
     assert judged.verdict == ("undone" if misled else "kept")
