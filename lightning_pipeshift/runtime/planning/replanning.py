@@ -630,7 +630,10 @@ class Replanning:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding, self._is_soon = False, found.is_soon
         self.profiler.take_working_bytes(found.working_bytes)
-        self.profiler.is_undone = found.judged is not None and found.judged.verdict == UNDONE
+        judged = found.judged
+        # No change came before the first order.
+        is_undone = judged is not None and judged.verdict == UNDONE and not judged.is_estimated
+        self.profiler.is_undone = is_undone
         self.decisions.accept(found)
         if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)
