@@ -174,8 +174,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     profile, cluster, request = found
     # A plan with more virtual machines keeps the number of samples of a step.
-    samples = request.batch_samples * strategy.topology.num_virtual_machines
-    request = replace(request, step_samples=samples)
+    request = replace(request, step_samples=strategy.plan.step_samples)
     plan_and_show(profile, cluster if request.policy else within(cluster, None), request, out)
     of_model = out.with_name(f"{out.stem}.profile.json")
     of_machines = out.with_name(f"{out.stem}.cluster.yaml")

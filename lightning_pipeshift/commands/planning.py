@@ -62,7 +62,8 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
     possible = profile.possible_cuts
     cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
     even: Arrangement | None
-    even = evaluate(profile, cluster, request, best.ranks, cuts, best.microbatches)
+    how = best.ranks, cuts, best.microbatches, request.batch_shares
+    even = evaluate(profile, cluster, request, *how)
     if request.policy is not None:
         try:
             even = compressed(profile, cluster, request, even)
@@ -70,7 +71,8 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
             even = None
     elif _room_bytes(even, cluster) < 0:
         even = None
-    return plan_of_arrangement(best, profile, cluster), best, even
+    plan, samples = plan_of_arrangement(best, profile, cluster), request.total_samples(len(cuts))
+    return replace(plan, step_samples=samples), best, even
 
 
 def plan_and_show(profile: Profile, cluster: Cluster, request: PlanRequest, out: Path) -> None:
@@ -103,7 +105,10 @@ def report(made: Made, cluster: Cluster) -> str:
             "gradients waited for",
             [f"{a.prediction.exposed_seconds:.3g} s" for _, a in columns],
         ),
-        ("largest peak of memory", [_peak(a) for _, a in columns]),
+        (
+            "largest peak of memory",
+            [bytes_text(max(map(max, a.prediction.memory_bytes))) for _, a in columns],
+        ),
         ("least memory left", [_room(a, cluster) for _, a in columns]),
     ]
     lines = [str(plan), "", *_devices(plan, best, cluster), ""]
@@ -136,11 +141,6 @@ def _why(best: Arrangement) -> str:
         parts.append(f"{counts} stage{'s' if counts != '1' else ''}: does not fit in memory")
     text = "samples per second by the pipelines' depth, simulated, before tensors are swapped: "
     return textwrap.fill(text + "; ".join(parts), 100)
-
-
-def _peak(arrangement: Arrangement) -> str:
-    peaks = [peak for peaks in arrangement.prediction.memory_bytes for peak in peaks]
-    return bytes_text(max(peaks))
 
 
 def _room(arrangement: Arrangement, cluster: Cluster) -> str:

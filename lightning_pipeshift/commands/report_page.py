@@ -177,6 +177,7 @@ def _decisions(changes: Sequence[Change]) -> Iterator[str]:
     for each in changes:
         figures = (each.before_seconds, each.expected_seconds, each.after_seconds)
         shown = [seconds_text(figure) if figure is not None else "-" for figure in figures]
+        shown[0] += " (estimated)" * each.is_estimated
         verdict = ": ".join(filter(None, (each.verdict, each.reason))) or "-"
         rows.append([str(each.step), each.what, *shown, verdict])
     yield _table("decisions", rows)

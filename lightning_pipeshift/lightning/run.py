@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipeshift.compat.lightning_names import TRAINER
@@ -67,11 +68,20 @@ class Run:
             settings: of the run.
             deferred: has the values of tensors that are on the meta device.
         """
+        topology = connection.replicas.topology
+        number, is_given = settings.num_microbatches(topology.stages_per_vm), settings.microbatches
+        trains = trainer.state.fn == TrainerFn.FITTING
+        if trains and not (is_given or settings.plan or settings.only_measures) and number > 1:
+            # Before anything else that is said of the run.
+            _say(
+                f"a batch is cut into {number} microbatches: the default, which depends on the"
+                " number of stages, and results depend on it. Set `PipeShiftStrategy(microbatches="
+                f"{number})` for the same results on other numbers of devices."
+            )
         module, device = trainer.lightning_module, connection.channels.device
         metric_sync = MetricSync(connection.replicas)
         metric_sync.attach(module, device)
         requests = ControlFiles()
-        topology = connection.replicas.topology
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         kinds: Any = (Pipeline, TrainingSteps)
         if settings.core == "values":

@@ -101,17 +101,9 @@ class TrainingSteps:
     def begin(self) -> None:
         """Compares the length of the data over the ranks."""
         length, pipeline = self._trainer.num_training_batches, self._pipeline
-        settings, stages_per_vm = pipeline.settings, pipeline.replicas.topology.stages_per_vm
-        number = settings.num_microbatches(stages_per_vm)
-        if settings.microbatches is None and settings.plan is None and number > 1:
-            self._say(
-                f"a batch is cut into {number} microbatches: the default, which depends on the"
-                " number of stages, and results depend on it. Set `PipeShiftStrategy(microbatches="
-                f"{number})` for the same results on other numbers of devices."
-            )
         require_same_lengths([length], "training", pipeline.channels)
         require_same_lengths_over_replicas(length, pipeline.replicas)
-        if max(stages_per_vm) > 1:
+        if max(pipeline.replicas.topology.stages_per_vm) > 1:
             check_updates(self._trainer.optimizers, pipeline.channels.device)
         pipeline.planning.state_stays = stays = why_state_stays(self._trainer.optimizers)
         if pipeline.memory is not None and not stays and not self.steps_itself:

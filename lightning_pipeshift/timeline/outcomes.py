@@ -31,12 +31,13 @@ class Change:
 
     Args:
         what: what changes, in words.
-        before_seconds: measured under the plan before.
+        before_seconds: measured under the plan before; estimated if no step has run under it.
         expected_seconds: expected under the new plan.
         step: the number of the first step under it, from 0; or of the step in which it was refused.
         after_seconds: measured under the new plan; ``None`` as long as it is not known.
         verdict: ``"kept"``, ``"undone"`` or ``"refused"``; empty as long as it is not known.
         reason: why it was refused, or is kept or undone.
+        is_estimated: whether the seconds before are estimated.
 
     Raises:
         PlanError: the verdict is none of these.
@@ -49,6 +50,7 @@ class Change:
     after_seconds: float | None = None
     verdict: str = ""
     reason: str = ""
+    is_estimated: bool = False
 
     def __post_init__(self) -> None:
         if self.verdict not in ("", KEPT, UNDONE, REFUSED):
@@ -56,7 +58,8 @@ class Change:
 
     def __str__(self) -> str:
         before, expected = map(seconds_text, (self.before_seconds, self.expected_seconds))
-        text = f"{self.what}: a step took {before}, and {expected} is expected"
+        took = "would take" if self.is_estimated else "took"
+        text = f"{self.what}: a step {took} {before}, and {expected} is expected"
         if self.after_seconds is not None:
             text += f"; it takes {seconds_text(self.after_seconds)}"
         if self.verdict:
@@ -66,7 +69,10 @@ class Change:
     @property
     def entries(self) -> dict[str, Any]:
         """The fields that are known."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        found = asdict(self).items()
+        return {
+            name: value for name, value in found if value not in (None, "") and value is not False
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,15 @@ from lightning_pipeshift import (
     PlanError,
 )
 from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
 from tests import ROOT
+from tests.end_to_end.test_changing_plans import go_by_sleep, hearing
+from tests.end_to_end.test_stage_orders import Heavy
 from tests.features_models import quiet_trainer
 from tests.models import ZOO
 
@@ -183,6 +187,7 @@ def test_a_plan_keeps_the_number_of_samples_of_a_step(
         printed = " ".join(capsys.readouterr().out.split())
         assert "a step has 64 samples" in printed
         assert ("set its `batch_size` to 16" in printed) == (count == 4)
+        assert plan.step_samples == 64, "what a run with the plan is compared with"
         assert plan.prediction is not None
         seconds[count] = plan.prediction.step_seconds
     # 64 samples of 12 layers, 0.0075 s each, on four devices: either way the same work.
@@ -209,6 +214,23 @@ def test_idle_devices_and_what_limits_each_depth_are_printed(
     rates = re.findall(r"\d+ stages? ([\d.]+),", " ".join(printed.split()))
     assert rates
     assert all(float(rate) <= float(chosen) for rate in rates)
+
+
+def test_each_devices_part_of_the_samples_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One virtual machine of two devices, and one of a device of half the speed."""
+    devices = [Device("a", "big"), Device("a", "big"), Device("b", "big", speed=0.5)]
+    request = PlanRequest(
+        virtual_machines=((0, 1), (2,)), batch_shares=(3.0, 1.0), step_samples=64.0, microbatches=4
+    )
+    made = planning_command.make(profile(), Cluster(tuple(devices)), request)
+    printed = planning_command.report(made, Cluster(tuple(devices)))
+    (header,) = [line for line in printed.splitlines() if "part of the samples" in line]
+    begin = header.index("part of the samples")
+    rows = [line for line in printed.splitlines() if " big" in line]
+    found = {(row.split()[-1], row[begin:].split()[0]) for row in rows}
+    assert found == {("a", "75.0%"), ("b", "25.0%")}
+    # The even cut of the same shares is this plan.
+    assert "1.00 times the uniform split's" in printed
 
 
 def test_the_uniform_split_is_compared_only_where_it_fits(
@@ -282,8 +304,23 @@ class Wide(L.LightningModule):
 
 
 class Rows(L.LightningDataModule):
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.randn(80, 64)), batch_size=8)
+        return DataLoader(TensorDataset(torch.randn(80, 64)), batch_size=self.batch_size)
+
+
+class TwoHeavy(Wide):
+    """Nearly all work is in one of two layers: two replicas take half of the time of two stages.
+    The times are those of a clock that the layers turn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        go_by_sleep()
+        self.layers = nn.ModuleList(Heavy(times, width=64) for times in (1, 16))
 
 
 CONFIGURATION = """
@@ -300,15 +337,14 @@ data: {class_path: tests.end_to_end.test_planning_command.Rows}
 """
 
 
-def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(CONFIGURATION)
-    root = str(ROOT)
-    ran = subprocess.run(
-        [sys.executable, "-m", "lightning_pipeshift", "plan", "--config", "config.yaml"],
-        cwd=tmp_path,
+def pipeshift(folder: Path, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with ``config.yaml`` of a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_pipeshift", command, "--config=config.yaml", *arguments],
+        cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": root,
+            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             # Lightning, which launches the ranks, would take one that somebody else may take too.
             "MASTER_PORT": str(free_port()),
@@ -316,7 +352,35 @@ def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=600,
+        check=False,
     )
+
+
+def test_two_devices_that_become_two_virtual_machines_train_on_as_many_samples(
+    tmp_path: Path,
+) -> None:
+    text = CONFIGURATION.replace("virtual_machines: 1, ", "").replace("Wide", "TwoHeavy")
+    (tmp_path / "config.yaml").write_text(text)
+    ran = pipeshift(tmp_path, "plan")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    printed = " ".join(ran.stdout.split())
+    assert "a step has 8 samples, as asked for, in 2 virtual machines" in printed
+    assert "so set its `batch_size` to 4," in printed
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.ranks in (((0,), (1,)), ((1,), (0,)))
+    assert plan.step_samples == 8
+    with_plan = ("--trainer.strategy.init_args.plan=plan.json",)
+    twice = pipeshift(tmp_path, "fit", *with_plan)
+    assert twice.returncode != 0
+    assert "steps of 8 samples, and the first step of this run has 16" in twice.stderr
+    as_said = pipeshift(tmp_path, "fit", *with_plan, "--data.batch_size=4")
+    assert as_said.returncode == 0, as_said.stderr[-3000:]
+    assert "steps of 8 samples" not in as_said.stderr
+
+
+def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIGURATION)
+    ran = pipeshift(tmp_path, "plan")
     assert ran.returncode == 0, ran.stderr[-3000:]
     plan = Plan.load(tmp_path / "plan.json")
     assert str(plan) in ran.stdout
@@ -343,10 +407,13 @@ def run_plan(document: dict[str, Any]) -> Any:
     trainer = quiet_trainer({"devices": 2, "pipeshift": {"plan": "plan.json"}}, max_epochs=1)
     module = ZOO["sequential"].build()
     try:
-        trainer.fit(module, ZOO["sequential"].loader(2))
+        with hearing() as heard:
+            trainer.fit(module, ZOO["sequential"].loader(2))
     except PipeShiftError as error:
         return f"{type(error).__name__}: {error}"
     strategy: Any = trainer.strategy
+    if "step_samples" in document:
+        return strategy.plan.step_samples, [line for line in heard if "made for steps" in line]
     return (
         strategy.topology.ranks,
         strategy.plan.placement.counts,
@@ -398,9 +465,40 @@ def test_a_plan_for_another_cluster(
         assert words in error or "StageFailedError" in error
 
 
+def test_a_run_keeps_the_samples_of_its_plans_steps_or_asks(document: dict[str, Any]) -> None:
+    """A DataLoader's batch has 8 samples, in each of two virtual machines."""
+    machines = {**document, "placement": [[5], [5]], "ranks": [[0], [1]]}
+    for found in run_ranks(run_plan, 2, {**machines, "step_samples": 16}):
+        assert found == (16, [])
+    for error in run_ranks(run_plan, 2, {**machines, "step_samples": 8}):
+        assert error == (
+            "PlanError: the plan was made for steps of 8 samples, and the first step of this run"
+            " has 16: 8 for each virtual machine (replica of the pipeline), of which there are 2."
+            " Set the DataLoader's `batch_size` to 4; or, if you want steps of 16 samples, the"
+            " plan's field 'step_samples' to 16"
+        )
+    # A batch size that the user may have chosen since is said, and taken.
+    first, second = run_ranks(run_plan, 2, {**machines, "step_samples": 20})
+    assert second == (20, []), "the first rank speaks for all"
+    _, [line] = first
+    assert "20 samples, and the first step of this run has 16" in line
+    assert "`batch_size` to 10;" in line
+    # What is not known is found out.
+    for found in run_ranks(run_plan, 2, {**machines, "step_samples": 0}):
+        assert found == (16, [])
+
+
+def test_unequal_shares_of_a_step_are_added(document: dict[str, Any]) -> None:
+    shares = {"batch_shares": [3, 1], "step_samples": 0}
+    machines = {**document, "placement": [[5], [5]], "ranks": [[0], [1]]}
+    for found in run_ranks(run_plan, 2, {**machines, **shares}):
+        assert found == (16, []), "12 and 4"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"step_samples": -8}, "'step_samples' is -8.0; it must be finite and above 0"),
         ({"recompute": [[9]]}, "'recompute' of virtual machine 0 .*is.*from 0 to 4"),
         ({"recompute": [[0, 0]]}, "each once"),
         ({"ranks": [[0, 1]]}, r"'ranks' is for virtual machines .*of \[2\] stages.*has \[1\]"),

@@ -50,6 +50,7 @@ def test_a_browser_shows_the_page_of_a_run(
     for recording in (as_measured(100), as_measured(137, moved=True), as_measured(200, moved=True)):
         (folder / f"timeline-{recording.step}.json").write_text(chrome_trace(recording))
     known = [
+        Change("first", 3.0, 2.0, is_estimated=True),
         Change("a", 2.0, 1.4, 120, verdict="refused", reason="rank <1> lacks 3 MB"),
         Change("b", 2.0, 1.25, 137, after_seconds=1.5, verdict="kept"),
         Change("c", 1.5, 1.25, 200),
@@ -82,6 +83,7 @@ def test_a_browser_shows_the_page_of_a_run(
     assert cells[4] == cells[5]
     rows = shown.split('id="decisions"')[1].split("</table>")[0].split("<tr>")[2:]
     assert [re.findall(r"<td>(.*?)</td>", row) for row in rows] == [
+        ["0", "first", "3 s (estimated)", "2 s", "-", "-"],
         ["120", "a", "2 s", "1.4 s", "-", "refused: rank &lt;1&gt; lacks 3 MB"],
         ["137", "b", "2 s", "1.25 s", "1.5 s", "kept"],
         ["200", "c", "1.5 s", "1.25 s", "-", "-"],

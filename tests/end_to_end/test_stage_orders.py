@@ -16,6 +16,7 @@ from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.planning import probe
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.text import seconds_text
 from tests.end_to_end import test_changing_plans as changing
 from tests.end_to_end.test_changing_plans import SLOW, Sleeps, go_by_sleep, hearing
 from tests.features_models import (
@@ -34,11 +35,11 @@ FIRST_IS_SLOW, LAST_IS_SLOW = 0, 1
 class Heavy(nn.Module):
     """A layer that takes several times as long as a light one."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, width: int = NUM_FEATURES) -> None:
         super().__init__()
         self.times = times
         # Layers that look alike are tried once.
-        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=times > 1)
+        self.linear = nn.Linear(width, width, bias=times > 1)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Any:
@@ -77,7 +78,17 @@ class GetsSlow(L.Callback):
             SLOW["factor"] = 2.0
 
 
-def train(slow: int, from_the_start: bool, how: dict[str, Any]) -> dict[str, Any]:
+class SwapsSpeeds(L.Callback):
+    """From the second step on, the fast rank is the slow one: the short measurement was misled."""
+
+    def on_train_batch_start(self, *given: Any) -> None:
+        if given[3] == 1:
+            SLOW["factor"] = 3.0 - SLOW["factor"]
+
+
+def train(
+    slow: int, from_the_start: bool, how: dict[str, Any], swaps: bool = False
+) -> dict[str, Any]:
     """Trains on devices of which one is slow. All times are of a clock that tests turn."""
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 2.0 if from_the_start and os.environ["RANK"] == str(slow) else 1.0
@@ -86,6 +97,8 @@ def train(slow: int, from_the_start: bool, how: dict[str, Any]) -> dict[str, Any
     callbacks: list[L.Callback] = [AwaitsPlanning()]
     if not from_the_start:
         callbacks.append(GetsSlow(slow))
+    if swaps:
+        callbacks.append(SwapsSpeeds())
     num_ranks = int(os.environ["WORLD_SIZE"])
     strategy = {"microbatches": 8, "profile_steps": 3, **how}
     trainer = quiet_trainer(
@@ -100,6 +113,7 @@ def train(slow: int, from_the_start: bool, how: dict[str, Any]) -> dict[str, Any
         "stage": found.stage,
         "loss": float(trainer.callback_metrics["loss"]),
         "heard": heard,
+        "decisions": found.decisions,
         "parameters": parameters_of(module),
     }
 
@@ -111,14 +125,35 @@ def require_equal(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> N
 
 
 def test_the_first_plan_has_the_best_order() -> None:
-    own = run_ranks(train, 2, LAST_IS_SLOW, True, {"profile_steps": 0})
+    own = run_ranks(train, 2, LAST_IS_SLOW, True, {})
     assert own[0]["ranks"] == ((1, 0),)
     assert own[0]["counts"] == ((4, 1),)
     assert [rank["stage"] for rank in own] == [1, 0]
-    assert any("the stages are the ranks [1, 0]" in line for line in own[0]["heard"])
+    (change,) = own[0]["decisions"]
+    assert own[1]["decisions"] == [change]
+    assert change["is_estimated"]
+    assert change["expected_seconds"] < change["before_seconds"] / 1.2
+    assert change["verdict"] == "kept"
+    said = [line for line in own[0]["heard"] if "the stages are the ranks [1, 0]" in line]
+    first, later = (line.partition("a step would take ")[2] for line in said)
+    assert first.endswith("is expected, by a short measurement of devices and links.")
+    assert later.startswith(first.partition(", by")[0])
+    assert f"; it takes {seconds_text(change['after_seconds'])}; kept, as by what " in later
     given = run_ranks(train, 2, LAST_IS_SLOW, True, {"virtual_machines": [[0, 1]]})
     assert given[0]["ranks"] == ((0, 1),), "an order of one's own stays"
     require_equal(own, given)
+
+
+def test_a_first_order_that_makes_steps_slower_is_undone() -> None:
+    own = run_ranks(train, 2, LAST_IS_SLOW, True, {}, True)
+    assert own[0]["ranks"] == ((0, 1),)
+    made, back = own[0]["decisions"]
+    assert "the stages are the ranks [1, 0]" in made["what"]
+    assert made["verdict"] == "undone"
+    assert back["what"].endswith("on the ranks [0, 1]")
+    assert back["before_seconds"] == made["after_seconds"]
+    assert back["after_seconds"] < back["before_seconds"]
+    assert back["verdict"] == "kept"
 
 
 def test_an_order_that_is_best_stays() -> None:

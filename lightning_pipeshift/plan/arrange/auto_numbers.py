@@ -163,6 +163,8 @@ def _message(
         words.append(f"virtual_machines='auto' is {count} (ranks {ranks})")
     if options.microbatches == "auto":
         words.append(f"microbatches='auto' is {microbatches}")
+    elif options.microbatches is None and microbatches > 1:
+        words.append(f"microbatches={microbatches} is the default for so many stages")
     if samples is None:
         return f"{' and '.join(words)}, as in the run that saved the checkpoint."
     others = [

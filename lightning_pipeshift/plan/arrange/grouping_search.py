@@ -318,7 +318,9 @@ class GroupingSearch:
         """Returns an arrangement with the best cuts that can be found in limited time."""
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
-        if stages > self._effort.stages_cut:
+        # The pace of an asynchronous pipeline is exact in closed form: nothing is simulated.
+        is_pace = placed.workloads[0].objective.is_pace
+        if stages > (self._effort.stages if is_pace else self._effort.stages_cut):
             return found
         # The best cut for each virtual machine need not be the best for the rings between them.
         careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))

@@ -92,10 +92,6 @@ class Measured:
         swaps = [plan.swapped(vm) for vm in range(len(self.ranks_of(plan)))]
         return self._pipelines(plan).predicted(swaps, plan.lane_shares)
 
-    def lane_shares(self, plan: Plan) -> tuple[float, ...]:
-        """The part of all gradient bytes that each lane carries under a plan."""
-        return plan.lane_shares
-
     def problems(
         self, schedule: str, microbatches: int, policy: Policy | None, recompute: str = "auto"
     ) -> list[Problem]:

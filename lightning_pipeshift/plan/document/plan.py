@@ -93,6 +93,7 @@ class Plan:
         batch_shares: how a global batch is divided; empty for equally.
         lane_shares: the part of all gradient bytes that each lane between virtual machines carries,
             the most urgent lane first; empty for equal parts.
+        step_samples: of a step of all virtual machines together; 0 if not known.
         prediction: that of the simulator, if enough has been measured for it.
 
     Raises PlanError if these contradict each other."""
@@ -109,6 +110,7 @@ class Plan:
     kinds: tuple[tuple[str, ...], ...] = ()
     batch_shares: tuple[float, ...] = ()
     lane_shares: tuple[float, ...] = ()
+    step_samples: float = 0.0
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
@@ -220,6 +222,11 @@ class Plan:
             raise PlanError(
                 f"the field 'microbatches' is {shown(self.microbatches)}; it must be 1 to"
                 f" {MOST_MICROBATCHES}"
+            )
+        if not (math.isfinite(self.step_samples) and self.step_samples >= 0):
+            raise PlanError(
+                f"the field 'step_samples' is {self.step_samples}; it must be finite and above 0,"
+                " or omitted"
             )
         if self.is_asynchronous and self.microbatches > 1:
             raise PlanError(

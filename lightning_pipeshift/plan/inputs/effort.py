@@ -29,7 +29,7 @@ class Effort:
             simulator decides about microbatches and shares.
         stages: deeper pipelines are not tried: they are mostly idle, and take long to plan. With
             more ranks than this, closed forms decide about most choices.
-        stages_cut: up to this many stages, cuts are improved on the simulator.
+        stages_cut: up to this many stages, cuts of a step are improved on the simulator.
         cuts_improved: how many cuts are improved together.
         cuts_moved: how many neighbouring cuts move together, at most.
         lenders: how many stages lend memory to one, at most; they are chosen among twice as many.

@@ -25,6 +25,7 @@ from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
+from lightning_pipeshift.text import seconds_text
 from lightning_pipeshift.timeline.outcomes import KEPT, UNDONE, Change
 
 MIN_GAIN: Final = 0.05
@@ -155,6 +156,10 @@ class Decider:
         self._settings = settings
         self._topology = topology
         self._pending: _Pending | None = None
+        self.first: tuple[Change, Plan, Plan] | None = None
+        """What a run expects that begins with the ranks in another order than their own; the plan
+        for their own, and that plan. ``None``: it does not, or it has been judged.
+        """
         # Changes that were undone: in the same circumstances no plan is tried for its speed.
         self._failed: list[_Pending] = []
         # By virtual machine and layer, the ranks from which decisions have moved it away.
@@ -218,6 +223,7 @@ class Decider:
         except (PlanError, BudgetError) as error:
             # The run continues with its plan: that has fitted so far.
             return replace(stays, message=f"the plan stays: {error}")
+        stays = replace(stays, judged=stays.judged or self._first_judged(kept, best, window))
         self._insistence = self._insistence + 1 if best is not None else 0
         if best is None:
             return self._recomputing(kept, stays, window)
@@ -238,13 +244,29 @@ class Decider:
         pending = _Pending(change, kept, new, cluster, doubt, is_needed)
         return self._change(pending, stays, window)
 
+    def _first_judged(
+        self, kept: Plan, best: tuple[Plan, bool] | None, window: Window
+    ) -> Change | None:
+        """The first order with its verdict, by what its steps say of the ranks' own order."""
+        first, self.first = self.first, None
+        if first is None or not kept.is_like(first[2]):
+            return None
+        change, own, _ = first
+        seconds = window.measured.prediction(own).step_seconds
+        return replace(
+            change,
+            after_seconds=window.took.mean,
+            verdict=KEPT if best is None or best[0].ranks == kept.ranks else UNDONE,
+            reason=f"by what these steps measured, the other order takes {seconds_text(seconds)}",
+        )
+
     def _change(self, pending: _Pending, stays: Decision, window: Window) -> Decision:
-        self._pending, self._insistence = pending, 0
+        self._pending, self.first, self._insistence = pending, None, 0
         message = f"{window.num_steps} steps have been measured. {pending.change}."
         message += "".join(f" {link}." for link in window.links)
         waited = waits_text(waits_of(pending.old, window.measured))
         message += f" Before the change: {waited[0].lower()}{waited[1:]}" if waited else ""
-        new = pending.new.to_json()
+        new = replace(pending.new, step_samples=pending.old.step_samples).to_json()
         return replace(stays, plan=new, is_new=True, message=message, change=pending.change)
 
     def _undo(self, failed: _Pending, stays: Decision, window: Window) -> Decision:

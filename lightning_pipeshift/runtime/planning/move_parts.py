@@ -134,7 +134,7 @@ def _moved(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
 
 
 def _part(new: Plan, placement: Placement, measured: Measured | None) -> Plan:
-    plan = replace(new.with_placement(placement), lane_shares=new.lane_shares)
+    plan = new.with_placement(placement)
     if new.prediction is None or measured is None:
         return plan
     return replace(plan, prediction=measured.prediction(plan))

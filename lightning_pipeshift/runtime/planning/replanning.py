@@ -54,7 +54,7 @@ from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
-from lightning_pipeshift.timeline.outcomes import UNDONE
+from lightning_pipeshift.timeline.outcomes import UNDONE, Change
 
 _SURE_GAIN: Final = 0.2
 """By which fraction a step has to get shorter for another order of the ranks, as long as devices
@@ -144,8 +144,8 @@ class Replanning:
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples, self._batch_bytes = 1.0, 0
-        self.batch_samples = 0.0
-        """The samples of a batch; 0: not known yet."""
+        # The samples of a virtual machine's batch, the largest so far; 0: not known yet.
+        self._batch_samples = 0.0
         self._updates_at_once = False
         self.shared: tuple[SharedWeights, ...] = ()
         """The weights that several layers use, or code between layers, once they are known."""
@@ -180,6 +180,14 @@ class Replanning:
         if watch is not None and (self.is_measured or not self._settings.is_free):
             return watch.patience
         return self._settings.profile_steps
+
+    def note_samples(self, number: float) -> None:
+        """Called before each batch. The last one of an epoch may have fewer than the others.
+
+        Args:
+            number: the samples of a virtual machine's batch.
+        """
+        self._batch_samples = max(self._batch_samples, float(number))
 
     def measure(
         self,
@@ -241,46 +249,74 @@ class Replanning:
             measured: the result of :meth:`measure`.
             idle: the layers that no step calls.
             trains: whether the plan is for training.
+
+        Raises:
+            PlanError: each virtual machine has as many samples as the plan is for in all.
         """
-        text = None
+        found = None
         if measured is not None:
             topology = self._replicas.topology
-            plan = self._in_first_order(measured, topology, idle, trains)
-            text = replace(plan, ranks=plan.ranks or topology.ranks).to_json()
-        return Plan.from_json(self._replicas.world.share_object(text, source=0))
+            plan, change = self._in_first_order(measured, topology, idle, trains)
+            found = replace(plan, ranks=plan.ranks or topology.ranks).to_json(), change
+        text, change = self._replicas.world.share_object(found, source=0)
+        self.decisions.changes += [change] if change is not None else []
+        plan = Plan.from_json(text)
+        return self._with_samples(plan) if trains and self._batch_samples else plan
+
+    def _with_samples(self, plan: Plan) -> Plan:
+        """The plan with the samples of a step, compared with those that it was made for."""
+        planned, count = plan.step_samples, self._replicas.count
+        mine = self._batch_samples * self._replicas.is_last_stage
+        total = float(self._replicas.world.sum(torch.tensor([mine])))
+        if planned in (0.0, total):
+            return replace(plan, step_samples=total)
+        text = (
+            f"the plan was made for steps of {planned:g} samples, and the first step of this run"
+            f" has {total:g}: {total / count:g} for each virtual machine (replica of the pipeline),"
+            f" of which there {'is 1' if count == 1 else f'are {count}'}. Set the DataLoader's"
+            f" `batch_size` to {planned / count:g}; or, if you want steps of {total:g} samples, the"
+            f" plan's field 'step_samples' to {total:g}"
+        )
+        if count > 1 and total == count * planned:
+            # Nobody asked for that: the number of virtual machines is the plan's.
+            raise PlanError(text)
+        self._say(f"{text}.")
+        return plan
 
     def _in_first_order(
         self, measured: Measured, topology: Topology, idle: Collection[int], trains: bool
-    ) -> Plan:
+    ) -> tuple[Plan, Change | None]:
         """The plan for the ranks in their own order; or in another one, if steps are clearly
-        shorter in it.
+        shorter in it, and what is expected of that.
         """
         settings, profile, cluster = self._settings, measured.profile, measured.cluster
-        orders = [topology]
+        make = partial(make_plan, settings, profile, cluster, idle=idle)
+        try:
+            first = make(topology)
+        except (PlanError, BudgetError) as error:
+            first, problem = None, without_stack(error)
+        best = first
         if settings.may_reorder and self.measures and trains:
             with suppress(PlanError, BudgetError):
-                orders.append(best_topology(settings, profile, cluster, topology))
-        plans: list[Plan] = []
-        errors: list[PlanError | BudgetError] = []
-        for order in dict.fromkeys(orders):
-            try:
-                plans.append(make_plan(settings, profile, cluster, order, idle=idle))
-            except (PlanError, BudgetError) as error:
-                errors.append(without_stack(error))
-        if not plans:
-            raise errors[0]
-        first, best = plans[0], plans[-1]
-        if first.prediction is None or best.prediction is None:
-            return first
-        gain = first.prediction.step_seconds / best.prediction.step_seconds
-        if best is first or gain < 1 + _SURE_GAIN:
-            return first
-        self._messages.append(
-            f"the stages are the ranks {ranks_text(best.ranks)}: by a short measurement of devices"
-            f" and links, a step is {gain:.2f} times as fast as in the order"
-            f" {ranks_text(first.ranks)}."
-        )
-        return best
+                order = best_topology(settings, profile, cluster, topology)
+                best = first if order == topology else make(order)
+        if best is None:
+            raise problem
+        if first is None:
+            self._messages.append(
+                f"the stages are the ranks {ranks_text(best.ranks)}: no plan for the order"
+                f" {ranks_text(topology.ranks)} fits in memory."
+            )
+            return best, None
+        then, now = first.prediction, best.prediction
+        if then is None or now is None or then.step_seconds < (1 + _SURE_GAIN) * now.step_seconds:
+            return first, None
+        orders = ranks_text(best.ranks), ranks_text(first.ranks)
+        what = "the stages are the ranks {} and not {}".format(*orders)
+        change = Change(what, then.step_seconds, now.step_seconds, is_estimated=True)
+        self._decider.first = change, first, best
+        self._messages.append(f"{change}, by a short measurement of devices and links.")
+        return best, change
 
     def _learned(self, figures: Sequence[RankFigures]) -> Measured:
         topology = self._replicas.topology
@@ -296,7 +332,7 @@ class Replanning:
             overlaps_updates=self.overlaps_updates,
             state_stays=self.state_stays,
             batch_bytes=self._batch_bytes,
-            batch_samples=self.batch_samples,
+            batch_samples=self._batch_samples,
             updates_at_once=self._updates_at_once,
         )
         waited = tuple(each.waited_seconds for each in figures)
@@ -394,13 +430,6 @@ class Replanning:
             )
         return Plan.from_json(text)
 
-    def with_lanes(self, plan: Plan) -> Plan:
-        """A plan with the lanes that are best by the measurements, if there are any. Every rank
-        calls this.
-        """
-        shares = self.measured.lane_shares(plan) if self.measured is not None else ()
-        return replace(plan, lane_shares=self._replicas.world.share_object(shares, source=0))
-
     def cut_overs(self, old: Plan, new: Plan) -> list[CutOver]:
         """The plans by which one plan turns into another. Every rank calls this.
 
@@ -429,25 +458,22 @@ class Replanning:
         checks_memory = self.is_measured or has_budget
         return cut_overs(old, new, self._layers, measured, has_budget, checks_memory)
 
-    def require_memory(self, plan: Plan) -> None:
+    def require_memory(self, plan: Plan, is_here: bool = False) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,
-        if there are any. Every rank calls this.
+        if there are any.
+
+        Args:
+            plan: the plan.
+            is_here: whether only the first rank calls this; otherwise every rank does.
         """
-        problem = self._replicas.world.share_object(self._lacking(plan), source=0)
+        problem, measured = "", self.measured
+        if measured is not None and self.is_measured:
+            held = measured.prediction(plan).memory_bytes
+            problem = "" if measured.fits(plan, held) else measured.lacking(plan, held)
+        if not is_here:
+            problem = self._replicas.world.share_object(problem, source=0)
         if problem:
             raise PlanError(problem)
-
-    def require_memory_here(self, plan: Plan) -> None:
-        """As :meth:`require_memory`, on the first rank only."""
-        problem = self._lacking(plan)
-        if problem:
-            raise PlanError(problem)
-
-    def _lacking(self, plan: Plan) -> str:
-        if self.measured is None or not self.is_measured:
-            return ""
-        measured, memory_bytes = self.measured, self.measured.prediction(plan).memory_bytes
-        return "" if measured.fits(plan, memory_bytes) else measured.lacking(plan, memory_bytes)
 
     # --- once the first steps have been measured ---
 
@@ -611,7 +637,10 @@ class Replanning:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding, self._is_soon = False, found.is_soon
         self.profiler.take_working_bytes(found.working_bytes)
-        self.profiler.is_undone = found.judged is not None and found.judged.verdict == UNDONE
+        judged = found.judged
+        # No change came before the first order.
+        is_undone = judged is not None and judged.verdict == UNDONE and not judged.is_estimated
+        self.profiler.is_undone = is_undone
         self.decisions.accept(found)
         if found.is_new or (self._settings.watch is None and not found.goes_on):
             self.profiler.begin_anew(for_good=not found.is_new)

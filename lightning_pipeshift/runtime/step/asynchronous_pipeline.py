@@ -115,7 +115,7 @@ class AsynchronousPipeline(Pipeline):
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
         if self.replicas.rank == 0:
-            self.planning.require_memory_here(plan)
+            self.planning.require_memory(plan, is_here=True)
         self.adopt(plan)
 
     def _request(self, plan: Plan, from_microbatch: int | None) -> None:
@@ -162,6 +162,7 @@ class AsynchronousPipeline(Pipeline):
             # Later batches are compared by :meth:`before_minibatch`.
             self._check_batch(given.batch, given.batch_idx)
         ((part, size),) = split(given.batch, 1)
+        self.planning.note_samples(size)
         key = self._key("train", given.step_number, 0)
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._optimizers = given.optimizers

@@ -973,7 +973,7 @@ class Pipeline:
             given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
-        self.planning.batch_samples = float(sum(size for _, size in slices))
+        self.planning.note_samples(sum(size for _, size in slices))
         self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         state = module_signature(self.root)
         traces = self._traces(keys, slices, given.step, state, in_flight=len(slices))

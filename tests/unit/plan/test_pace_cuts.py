@@ -3,8 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_pipeshift.plan.arrange.evaluator import Evaluator
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.local_search import best_cut, neighbours
+from tests.unit.plan.clusters import unlike
 from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
 
 
@@ -64,6 +67,17 @@ def test_a_cut_is_as_good_as_any_of_many_layers():
         bounds = np.pad(inner, ((0, 0), (1, 1)), constant_values=(0, 40))
         others = given.step_seconds([Cut(tuple(row)) for row in np.diff(bounds).tolist()])
         assert best <= min(others) * (1 + 1e-8), f"seed {seed}"
+
+
+def test_no_shift_of_a_deep_pipelines_cut_is_faster():
+    """The fastest cut by the pace of single stages is no more than a start."""
+    model, cluster, request = unlike(3, num_ranks=34, num_layers=80)
+    request = replace(request, schedule="async", microbatches=1, virtual_machines=1)
+    found = arrange(model, cluster, request)
+    (given,) = Evaluator(model, cluster, request).placed(found.ranks, 1).workloads
+    given = replace(given, allowed=model.possible_cuts)
+    near = [Cut(counts) for counts in neighbours(given, found.cuts[0].counts)]
+    assert min(given.step_seconds(near)) >= given.estimate(found.cuts[0]) * (1 - 1e-8)
 
 
 def test_recomputation_takes_its_time_on_a_stage_that_would_be_idle_in_a_step():

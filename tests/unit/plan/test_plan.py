@@ -108,6 +108,9 @@ def test_invariants_of_a_layer(changes, words):
 
 def test_json_and_back():
     assert Plan.from_json(plan().to_json()) == plan()
+    assert "step_samples" not in plan().to_json(), "as in files of before, which are read"
+    known = plan(step_samples=64)
+    assert Plan.from_json(known.to_json()) == known != plan()
     odd = plan(layers=(LayerRecord('a "quoted" ß', 0, 1 / 3, 0),), placement=Placement(((1,),)))
     assert Plan.from_json(odd.to_json()) == odd
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+
+import pytest
 
 from examples.plan_a_cluster import profile_of_gpt
 from lightning_pipeshift.commands.planning import make, report
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from tests.unit.plan.clusters import unlike
 
 NUM_LAYERS, WIDTH = 24, 1600
 
@@ -40,3 +45,14 @@ def test_a_model_that_no_device_holds_gets_stages_and_the_text_says_why() -> Non
     assert rates[depth] == max(rates.values())
     assert all(limit.strip() for *_, limit in tried)
     assert "1 stage: does not fit in memory" in why
+
+
+@pytest.mark.parametrize("seed", [5, 6, 11])
+def test_what_is_said_of_a_depth_comes_from_the_model_that_chooses(seed: int) -> None:
+    """For four stages, the closed form has 10 to 18 % less than the simulator."""
+    model, cluster, request = unlike(seed, num_ranks=4, num_layers=8)
+    best = arrange(model, cluster, request)
+    rates = {tried.num_stages: tried.samples_per_second for tried in best.tried}
+    deepest = arrange(model, cluster, replace(request, virtual_machines=1))
+    assert rates[4] == pytest.approx(deepest.samples_per_second, rel=0.05)
+    assert max(rates.values()) == best.samples_per_second

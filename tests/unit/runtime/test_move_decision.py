@@ -24,6 +24,8 @@ from lightning_pipeshift.runtime.planning import move_decision
 from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
+from lightning_pipeshift.text import seconds_text
+from lightning_pipeshift.timeline.outcomes import Change
 
 NUM_LAYERS, MICROBATCHES = 8, 4
 TOPOLOGY = Topology(((0, 1),))
@@ -72,8 +74,10 @@ def test_equal_devices_keep_their_layers() -> None:
 
 
 def test_a_slow_device_gives_layers_away() -> None:
-    decision = decider().decide(plan(), window(measured(0.5)))
+    known = replace(plan(), step_samples=64.0)
+    decision = decider().decide(known, window(measured(0.5)))
     assert decision.is_new
+    assert Plan.from_json(decision.plan).step_samples == 64, "of the same steps"
     first, second = counts_of(decision)
     assert first > second
     assert decision.change is not None
@@ -130,6 +134,43 @@ def moved_by(mind: Decider, found: Measured = SLOW) -> tuple[Plan, Decision]:
     decision = mind.decide(plan(), window(found, Estimate(1.0, 0.01, 5)))
     assert decision.is_new
     return Plan.from_json(decision.plan), decision
+
+
+def ordered(*ranks: int) -> Plan:
+    """Rank 1 is slow, and has all layers but one."""
+    counts = tuple(NUM_LAYERS - 1 if rank else 1 for rank in ranks)
+    found = replace(SLOW, ranks=[ranks])
+    return replace(found.plan("1f1b", MICROBATCHES, [Cut(counts)]), ranks=(ranks,))
+
+
+@pytest.mark.parametrize("misled", [False, True])
+def test_the_first_order_is_judged_by_measured_steps(misled: bool) -> None:
+    """A short measurement says that a step takes 1 s and not 1.5 s if the ranks are [1, 0]. By the
+    first steps, half of the work is in the last layer, which suits that order, or in the first one.
+    """
+    mind = Decider(Settings(microbatches=MICROBATCHES), TOPOLOGY)
+    own, best = ordered(0, 1), ordered(1, 0)
+    mind.first = Change("the stages are the ranks", 1.5, 1.0, is_estimated=True), own, best
+    times = (0.02,) * (NUM_LAYERS - 1)
+    times = (0.28, *times) if misled else (*times, 0.28)
+    kinds = {"cpu": KindProfile(times, times)}
+    found = replace(SLOW, profile=replace(SLOW.profile, kinds=kinds), ranks=best.ranks)
+    assert (found.prediction(own).step_seconds < found.prediction(best).step_seconds) is misled
+    took = found.prediction(best).step_seconds
+    decision = mind.decide(best, window(found, Estimate(took, 0.0, 5)))
+    judged = decision.judged
+    assert judged is not None
+    text = str(judged)
+    assert text.startswith("the stages are the ranks: a step would take 1.5 s, and 1 s is expected")
+    assert (judged.before_seconds, judged.expected_seconds) == (1.5, 1.0)
+    assert judged.after_seconds == took
+    assert judged.verdict == ("undone" if misled else "kept")
+    assert (Plan.from_json(decision.plan).ranks == ((0, 1),)) is decision.is_new is misled
+    assert seconds_text(found.prediction(own).step_seconds) in judged.reason
+    if misled:
+        assert decision.change is not None
+        assert decision.change.before_seconds == took, "measured, and the way back is judged by it"
+    assert mind.decide(best, window(found, Estimate(took, 0.0, 5))).judged is None, "once"
 
 
 @pytest.mark.parametrize("took", [0.97, 1.0, 1.3])
