@@ -44,6 +44,7 @@ _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 # What takes numbers or indices of the host for tensors of the device: vectors, and numbers alone.
 _TAKES_VECTORS = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 _TAKES_NUMBERS = re.compile("aten::(fill_|masked_fill_?|_foreach_.*|_fused_.*)")
+_NO_COLLECTIONS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 _CALLS_HOOKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _WRITES_NOTHING = re.compile("aten::(set_|resize_)")
 
@@ -63,6 +64,11 @@ class MemoryPlace(NamedTuple):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    # Most arguments are no collections.
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, _NO_COLLECTIONS):
+        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
