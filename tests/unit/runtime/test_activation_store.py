@@ -1179,7 +1179,7 @@ class _Copied:
 
     def __init__(self, memory: Tensor, done: Done) -> None:
         self.values, self.done = memory.clone(), done
-        self.leaving = self
+        self.leaving: Ticket = self
         self.is_over = False
 
     def is_done(self) -> bool:
