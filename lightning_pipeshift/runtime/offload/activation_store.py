@@ -421,8 +421,7 @@ class ActivationStore(ActionListener):
                             continue
                         if coming is None:
                             raise self._error(num_bytes, lacking, who)
-                        moving, ticket = coming, coming.coming
-                        num_sent = -1
+                        moving, ticket, num_sent = coming, coming.coming, -1
                     else:
                         leaving = self._first_leaving()
                         assert leaving is not None
