@@ -106,6 +106,8 @@ RUNS = (
         "memory_predictions --models gpt2 vit --num-runs 2 --num-steps 3",
         (*PLANNING, *STEP),
     ),
+    Run("planned_gpt2", "planned_gpt2", PLANNING),
+    Run("host_time", "host_time", STEP),
     Run("memory_peaks", "memory_peaks --models mlp vit gpt2 vocabulary", (*PLANNING, *STEP)),
     Run("waiting_weights", "waiting_weights --num-rounds 2", STEP),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),

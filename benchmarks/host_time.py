@@ -131,7 +131,11 @@ def main() -> None:
     usual = {name: median(each) for name, each in found.items()}
     rows = [[name, 1e3 * took, took / usual[PLAIN]] for name, took in usual.items()]
     print_table("Processor time of a step", ["", "ms", "times plain"], rows)
-    save(options.json, {"seconds": usual, "rounds": found})
+    figures = {
+        name: {"milliseconds": 1e3 * took, "times_plain": took / usual[PLAIN]}
+        for name, took in usual.items()
+    }
+    save(options.json, {"policies": figures, "rounds": found})
 
 
 if __name__ == "__main__":

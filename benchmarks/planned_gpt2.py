@@ -35,6 +35,16 @@ EMBEDDING = 4 * WORDS * WIDTH
 BUDGET = 0.6 * 8.15e9
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.93e-3, 1.87e-3
 """Of a block."""
+HEADER = (
+    "plan",
+    "ms",
+    "peak GB",
+    "layers recomputed",
+    "copies each way",
+    "GB each way",
+    "smallest copy, MB",
+    "states on the host",
+)
 
 
 def block_tensors(is_first: bool) -> tuple[SavedTensor, ...]:
@@ -130,6 +140,7 @@ def row(name: str, model: Profile, plan: Plan) -> list[Any]:
         sum(map(len, plan.recompute)),
         MICROBATCHES * len(moved),
         MICROBATCHES * sum(moved) / 1e9,
+        min(moved, default=0) / 1e6,
         sum(map(len, plan.optimizer_on_host)),
     ]
 
@@ -144,9 +155,8 @@ def main() -> None:
         rows.append(row(name, model, planned(model, BUDGET, rate, copy)))
     slow = profile(4.0)
     rows.append(row("25 GB/s, layers 4 times as slow", slow, planned(slow, BUDGET, 25e9)))
-    header = ["", "ms", "peak GB", "recomputed", "copies each way", "GB", "states on host"]
-    print_table("GPT-2 small, one GPU, 0.6 of the peak: predictions", header, rows)
-    save(options.json, {"plans": [dict(zip(header, each, strict=True)) for each in rows]})
+    print_table("GPT-2 small, one GPU, 0.6 of the peak: predictions", HEADER, rows)
+    save(options.json, {name: dict(zip(HEADER[1:], each, strict=True)) for name, *each in rows})
 
 
 if __name__ == "__main__":

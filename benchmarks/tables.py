@@ -168,6 +168,8 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "lane_moves": lambda: lane_moves(results),
         "convergence": lambda: convergence(results),
         "memory_peaks": lambda: memory_peaks(results),
+        "planned_gpt2": lambda: planned_gpt2(results),
+        "host_time": lambda: host_time(results),
         "memory_predictions_sleep": lambda: memory_predictions_sleep(results),
         "memory_predictions_real": lambda: memory_predictions_real(results),
     }
@@ -421,6 +423,30 @@ def memory_peaks(results: Values) -> Rows:
                 f"{{{where} / least_predicted .2f}} to {{{where} / most_predicted .2f}}",
             ]
         )
+    return rows
+
+
+def planned_gpt2(results: Values) -> Rows:
+    """Plans for a GPU that is not measured."""
+    forms = (".0f", ".2f", ".0f", ".0f", ".2f", ".1f", ".0f")
+    names = list(results.value("planned_gpt2"))
+    header = list(results.value(f"planned_gpt2 / {names[0]}"))
+    return [["plan", *header]] + [
+        [name]
+        + [
+            f"{{planned_gpt2 / {name} / {key} {form}}}"
+            for key, form in zip(header, forms, strict=True)
+        ]
+        for name in names
+    ]
+
+
+def host_time(results: Values) -> Rows:
+    """Processor time beside what is computed."""
+    rows = [["saved tensors", "ms a step", "times plain Lightning"]]
+    for name in results.value("host_time / policies"):
+        where = f"host_time / policies / {name}"
+        rows.append([name, f"{{{where} / milliseconds .0f}}", f"{{{where} / times_plain .2f}}"])
     return rows
 
 

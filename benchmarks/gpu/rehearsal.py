@@ -22,18 +22,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.utils import clip_grad
 
 from lightning_pipeshift.compat.torch_private import (
     make_wrapper_subclass,
-    without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.trace import placeholder
 from lightning_pipeshift.runtime.offload import shared_memory
 from tests.simulated.device import SimulatedDevice
-from tests.simulated.interception import MemoryPlace
 
 GPU = torch.device("cuda", 0)
 NAME = "the simulated device (a rehearsal)"
@@ -41,8 +38,6 @@ VARIABLE = "PIPESHIFT_GPU_REHEARSAL"
 """Set in the environment of a rehearsal's processes."""
 
 _TOTAL_BYTES = 1 << 30
-# After how many new tensors the freed ones are looked for.
-_LOOKS_EVERY = 16
 
 
 def gpu() -> AbstractContextManager[object]:
@@ -56,8 +51,6 @@ class RehearsedGPU(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__(device=GPU)
         self.peak_bytes = 0
-        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._num_put = 0
         self._warns = False
 
     def note(self, what: str, num_behind: int = 0) -> None:
@@ -65,25 +58,15 @@ class RehearsedGPU(SimulatedDevice):
         if self._warns:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
-    def put(self, tensor: Tensor, place: MemoryPlace) -> None:
-        """Counts the memory of tensors on the device, too."""
-        super().put(tensor, place)
-        if not place.is_there:
-            return
-        with without_torch_function_of_subclasses():
-            storage = tensor.untyped_storage()
-            # The address of a storage: a later one at the same place is counted instead of it.
-            self._living[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._num_put += 1
-        if self._num_put % _LOOKS_EVERY == 0:
-            self.allocated()
+    def collect_freed(self) -> None:
+        """Looks at the peak, too."""
+        super().collect_freed()
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
     def allocated(self, *_: Any) -> int:
         """``memory_allocated``: the bytes of the tensors on the device."""
-        self._living = {key: one for key, one in self._living.items() if not one[0].expired()}
-        found = sum(num_bytes for _, num_bytes in self._living.values())
-        self.peak_bytes = max(self.peak_bytes, found)
-        return found
+        self.collect_freed()
+        return self.allocated_bytes
 
     def peak(self, *_: Any) -> int:
         """``max_memory_allocated``."""

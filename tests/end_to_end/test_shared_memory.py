@@ -155,11 +155,15 @@ def test_memory_that_is_only_copied_is_not_taken_for_shared() -> None:
             assert torch.equal(result.parameters[key], value), key
 
 
-def test_a_shared_gradient_crosses_once_in_each_direction() -> None:
-    """And nothing else crosses but the payloads and their gradients."""
-    first, second = run_ranks(train, 2, True, {})
-    assert first.sent["memory"] == NUM_STEPS * (PAYLOAD + EMBEDDING) + 3 * PAYLOAD + TRIAL
-    assert second.sent["memory"] == NUM_STEPS * (PAYLOAD + EMBEDDING) + TRIAL
+@pytest.mark.parametrize(
+    ("precision", "part"), [("32-true", 1.0), ("bf16-true", 0.5)], ids=["float32", "bfloat16"]
+)
+def test_a_shared_gradient_crosses_once_in_each_direction(precision: str, part: float) -> None:
+    """In its own type; and nothing else crosses but the payloads and their gradients."""
+    first, second = run_ranks(train, 2, True, {}, precision=precision)
+    step = PAYLOAD + EMBEDDING
+    assert first.sent["memory"] == part * (NUM_STEPS * step + 3 * PAYLOAD) + TRIAL
+    assert second.sent["memory"] == part * NUM_STEPS * step + TRIAL
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 3), ("gpipe", 4)])

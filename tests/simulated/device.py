@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -74,6 +74,7 @@ class _Memory:
         history: its accesses.
         is_pinned: whether it is pinned host memory.
         kept_for: streams that the allocator was told of.
+        num_bytes: how much of the device's memory it is.
     """
 
     reference: StorageWeakRef
@@ -81,6 +82,7 @@ class _Memory:
     history: History = field(default_factory=list)
     is_pinned: bool = False
     kept_for: set[str] = field(default_factory=set)
+    num_bytes: int = 0
 
 
 class SharedEvent:
@@ -117,6 +119,8 @@ class SimulatedDevice:
         """The data races so far, in words."""
         self.num_done = 0
         """How many operations the device was given."""
+        self.allocated_bytes = 0
+        """Those of the memory that was not known to be freed when it was last looked at."""
         self.are_threads_apart = False
         """Whether a thread knows only what it has waited for or :meth:`heard`."""
         self.at_allocator: Callable[[str], None] = lambda _: None
@@ -262,7 +266,7 @@ class SimulatedDevice:
     @property
     def stream(self) -> str:
         """The name of this thread's current stream."""
-        return self.torch.current_stream(self.device).name
+        return self.torch.current_stream(self.device.index).name
 
     @property
     def host(self) -> str:
@@ -318,6 +322,10 @@ class SimulatedDevice:
             memory.is_pinned = place.is_pinned
             if place.is_there:
                 memory.stream = self.stream
+                with without_torch_function():
+                    num_bytes = tensor.untyped_storage().nbytes()
+                self.allocated_bytes += num_bytes - memory.num_bytes
+                memory.num_bytes = num_bytes
                 self.at_allocator(self.stream)
                 memory.history = self._ordering.allocate(self.stream, self.host)
             else:
@@ -368,6 +376,7 @@ class SimulatedDevice:
             for key, memory in list(self._memory.items()):
                 if memory.reference.expired():
                     del self._memory[key]
+                    self.allocated_bytes -= memory.num_bytes
                     if memory.stream is not None:
                         self.at_allocator(memory.stream)
                         # Whichever host freed it has told the allocator.
@@ -416,8 +425,10 @@ class SimulatedDevice:
                 if tensor.is_meta or not tensor.numel():
                     continue
                 size = tensor.element_size()
-                steps = zip(tensor.shape, tensor.stride(), strict=True)
-                length = 1 + int(sum((num - 1) * step for num, step in steps))
+                length = tensor.numel()
+                if not tensor.is_contiguous():
+                    steps = zip(tensor.shape, tensor.stride(), strict=True)
+                    length = 1 + int(sum((num - 1) * step for num, step in steps))
                 begin = int(tensor.storage_offset()) * size
                 yield Region(self._memory_of(tensor).history, begin, begin + length * size)
 
@@ -455,9 +466,16 @@ class SimulatedDevice:
 def _asked_for_at() -> str:
     """The line that asked for an operation: the innermost one that is not torch's."""
     frame = sys._getframe(2)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not any(part in name for part in _NOT_ASKING):
-            break
+    while frame.f_back is not None and not _may_ask(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno}"
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@cache
+def _may_ask(file: str) -> bool:
+    return not any(part in file for part in _NOT_ASKING)
+
+
+@cache
+def _short(file: str) -> str:
+    return "/".join(file.split("/")[-2:])

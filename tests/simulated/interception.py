@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 # What takes numbers or indices of the host for tensors of the device: vectors, and numbers alone.
 _TAKES_VECTORS = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 _TAKES_NUMBERS = re.compile("aten::(fill_|masked_fill_?|_foreach_.*|_fused_.*)")
+_NO_COLLECTIONS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 _CALLS_HOOKS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _WRITES_NOTHING = re.compile("aten::(set_|resize_)")
 
@@ -63,7 +65,41 @@ class MemoryPlace(NamedTuple):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    # Most arguments are no collections.
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, _NO_COLLECTIONS):
+        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Facts(NamedTuple):
+    """An operation.
+
+    Args:
+        name: without that of the overload.
+        kinds: for each of its arguments, by name, whether it reads it (0), writes to it (1), or
+            returns a view of it (2).
+        reads_nothing: whether it does not touch the values of what it is given.
+        writes_nothing: nor of what it makes.
+    """
+
+    name: str
+    kinds: dict[str, int]
+    reads_nothing: bool
+    writes_nothing: bool
+
+
+@cache
+def _facts_of(function: Any) -> _Facts:
+    name: str = function.name().partition(".")[0]
+    aliases = {one.name: one.alias_info for one in schema_of(function).arguments}
+    kinds = {
+        argument: 0 if alias is None else 1 if alias.is_write else 2
+        for argument, alias in aliases.items()
+    }
+    reads_nothing, writes_nothing = _READS_NOTHING.fullmatch(name), _WRITES_NOTHING.fullmatch(name)
+    return _Facts(name, kinds, bool(reads_nothing), bool(writes_nothing))
 
 
 class Operations(OperationMode):
@@ -75,18 +111,16 @@ class Operations(OperationMode):
 
     def operation(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         device = self._device
-        name: str = function.name().partition(".")[0]
+        name, kinds, reads_nothing, writes_nothing = _facts_of(function)
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         others: list[Tensor] = []
-        arguments = schema_of(function).arguments
-        given = [*zip(arguments, args, strict=False)]
-        given += [(one, kwargs[one.name]) for one in arguments if one.name in kwargs]
-        for argument, value in given:
-            alias = argument.alias_info
-            part = reads if alias is None else writes if alias.is_write else others
-            part += _tensors(value)
-        if _READS_NOTHING.fullmatch(name):
+        parts = reads, writes, others
+        for kind, value in zip(kinds.values(), args, strict=False):
+            parts[kind].extend(_tensors(value))
+        for argument, value in kwargs.items():
+            parts[kinds[argument]].extend(_tensors(value))
+        if reads_nothing:
             others += reads + writes
             reads, writes = [], []
         place = device.place
@@ -113,7 +147,7 @@ class Operations(OperationMode):
         for tensor in made:
             if place is not None or goes_there:
                 device.put(tensor, place if place is not None else MemoryPlace(True))
-        if made and not _WRITES_NOTHING.fullmatch(name):
+        if made and not writes_nothing:
             device.access(name, [], made, goes_there)
         return results
 

@@ -380,6 +380,7 @@ class ActivationStore(ActionListener):
         layer: int | None,
         take: Callable[[], None],
         is_urgent: bool = False,
+        block: _Block | None = None,
     ) -> None:
         """Takes ``num_bytes`` more of the budget as soon as they fit.
 
@@ -390,6 +391,7 @@ class ActivationStore(ActionListener):
             take: counts them. Called while the lock is held, so that no other thread takes the same
                 memory.
             is_urgent: whether a backward that has not begun gives way, too.
+            block: the one to call back, if it is one.
 
         Raises:
             BudgetError: they can never fit.
@@ -401,6 +403,9 @@ class ActivationStore(ActionListener):
             while True:
                 with self.lock:
                     self._settle()
+                    if block is not None and block.state is not _Is.AWAY:
+                        # Another thread has called it back meanwhile, so its bytes are counted.
+                        break
                     lacking = self._here_bytes + self._lent_bytes + self._promised_bytes
                     lacking += num_bytes - int(min(self._orders.budget_bytes, 1 << 62))
                     spent = self._spent_bytes if layer is None else 0
@@ -416,8 +421,7 @@ class ActivationStore(ActionListener):
                             continue
                         if coming is None:
                             raise self._error(num_bytes, lacking, who)
-                        moving, ticket = coming, coming.coming
-                        num_sent = -1
+                        moving, ticket, num_sent = coming, coming.coming, -1
                     else:
                         leaving = self._first_leaving()
                         assert leaving is not None
@@ -471,7 +475,7 @@ class ActivationStore(ActionListener):
         if is_away:
             who = f"a tensor of the layer {self._name(block.layer)!r} that is needed again"
             back = partial(self._call_back, block)
-            self._take_room(block.num_bytes, who, block.layer, back)
+            self._take_room(block.num_bytes, who, block.layer, back, block=block)
         with self.lock:
             ticket = block.coming
         if ticket is not None:

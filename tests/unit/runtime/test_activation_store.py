@@ -1174,6 +1174,82 @@ def test_memory_that_is_dropped_while_room_is_looked_for_is_room() -> None:
     assert store.held_bytes == 0
 
 
+class _Copied:
+    """A block at a place to which a thread copies one: it has left when this thread says so."""
+
+    def __init__(self, memory: Tensor, done: Done) -> None:
+        self.values, self.done = memory.clone(), done
+        self.leaving: Ticket = self
+        self.is_over = False
+
+    def is_done(self) -> bool:
+        return self.is_over
+
+    def end(self) -> None:
+        """What the thread does at the end."""
+        self.done()
+        self.is_over = True
+
+    def wait(self) -> None:
+        assert self.is_over
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        memory.copy_(self.values)
+        return self
+
+    def forget(self) -> None: ...
+
+
+class _Released:
+    """A lock. Another thread gets it as soon as it is released.
+
+    Args:
+        then: what that thread does.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then: Callable[[], None] | None = then
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth and self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+
+def test_a_tensor_that_another_thread_has_called_back_meanwhile_needs_no_more_memory() -> None:
+    """The thread that has copied another one does so, in the memory that this has freed."""
+    copies: list[_Copied] = []
+
+    class There:
+        def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+            copies.append(_Copied(memory, done))
+            return copies[-1]
+
+    row = parse_row("F0 F1 B0 B1")
+    store = ActivationStore(StagePolicy(100, {(0, 0): [There()]}))
+    store.begin_step(row)
+    saved = []
+    for number in range(2):
+        store.begin_action(number, row[number])
+        values = torch.full((25,), float(number))
+        saved.append(SavedTable(number, store).save(values, 0, 0, frozenset()))
+        del values
+        store.after_layer(0)
+        store.end_action(row[number])
+        if not number:
+            copies[0].end()
+    store.begin_action(2, row[2])
+    # It asks whether its tensor is away; the other one's copy ends before it reserves memory.
+    store.lock = _Released(copies[1].end)
+    assert saved[0].get().tolist() == [0.0] * 25
+    assert store.traffic.peak_bytes == store.held_bytes == 100
+
+
 def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.05)
     case = Case(layers_of("PPPP"), ROWS["gpipe"])
