@@ -219,7 +219,7 @@ class ValuePipeline(Pipeline):
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         key = self._key("train", given.step_number, 0)
-        self.planning.batch_samples = float(sum(size for _, size in slices))
+        self.planning.note_samples(sum(size for _, size in slices))
         self._prepare(key, given.step, slices[0][0], given.optimizers, final=True, trains=True)
         listeners = (self._votes, self.changes)
         for listener in listeners:

@@ -262,7 +262,10 @@ def require_kept(
     states = dict(enumerate(after.states[num_nodes:], num_nodes))
     if before is not None:
         states = after.changes_from(before)
-    if not contract.written.keys() >= set(written) or states.keys() != changes.keys():
+    # A write to a tensor counts for all that share its memory.
+    memories = {storage_key_of(tensors[at]) for at in contract.written}
+    unknown = [at for at in written if storage_key_of(tensors[at]) not in memories]
+    if unknown or states.keys() != changes.keys():
         raise LayerError(
             f"`{label}` writes to an argument, or changes an object, where its run without values"
             " did not, or does not where that did. Do it in every call, and not only if values say"
@@ -333,9 +336,13 @@ class _Watch(OperationMode):
 
     def _on_made_up_numbers(self, func: Any, args: Any, kwargs: Any, size: int) -> Any:
         def filled(x: Tensor) -> Tensor:
-            number = 0 if x.dtype.is_floating_point or x.dtype.is_complex else min(size - 1, 1)
             new = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
-            return new.fill_(number)
+            is_number = x.dtype.is_floating_point or x.dtype.is_complex
+            if size == 1:
+                return new.zero_()
+            # Others than before, and for whole numbers such that are an index of most tensors.
+            numbers = torch.arange(x.numel(), device=x.device) % (x.numel() if is_number else 2)
+            return new.copy_(numbers.reshape(x.shape))
 
         with real_tensors():
             real_args, real_kwargs = pytree.tree_map_only(Tensor, filled, (args, kwargs))

@@ -113,8 +113,8 @@ class Writes(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         words, targets = batch
         loss = self.loss(self(words), targets)
-        assert self.logger is not None
-        self.logger.experiment.add_scalar("loss", loss, self.global_step)
+        logger: Any = self.logger
+        logger.experiment.add_scalar("loss", loss, self.global_step)
         if self.trainer.is_global_zero:
             with self.written.open("a") as file:
                 file.write(f"{loss.item()}\n")
@@ -256,7 +256,8 @@ class Adversarial(Base):
 
     def training_step(self, batch: Any, _: int) -> None:
         words, targets = batch
-        first, second = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        first, second = optimizers
         self.toggle_optimizer(first)
         x = self.embedding(words) * self.scale
         for block in self.blocks:

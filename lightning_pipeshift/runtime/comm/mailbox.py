@@ -407,7 +407,9 @@ class Mailbox:
                 self._ended.add(source)
             elif key.kind is not Kind.ASK:
                 self._received[source] += 1
-                self._messages[key] = Message(data, kept, place)
+                if key.kind is not Kind.READ or data is not None or key not in self._messages:
+                    # That there is nothing to read may be said after it has come.
+                    self._messages[key] = Message(data, kept, place)
                 if key.kind is Kind.READ:
                     self._reads[key] = max(self.run, key.step)
                 else:
