@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import (
     merge,
@@ -31,7 +32,7 @@ from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
-from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.mailbox import ADVICE, Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
@@ -45,7 +46,7 @@ from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, run_by, set_program
+from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
@@ -55,7 +56,10 @@ class _Recording:
     """What a step logs, for :class:`~lightning_pipeshift.model.user_state.logs.LogRecorder`."""
 
     def kept_value(self, leaf: Any) -> Any:
-        """A copy of a value."""
+        """A copy of a value. That it is logged is a part of the program: all stages gather it."""
+        program = running()
+        if isinstance(leaf, Value) and isinstance(program, Microbatch):
+            program.note("log", ())
         return kept(leaf)
 
     @contextmanager
@@ -169,7 +173,16 @@ class ValuePipeline(Pipeline):
         set_program(program, self.channels.device)
 
     def _share(self, mine: Any, source: int) -> Any:
-        return self.channels.share_object(mine, source)
+        """What a stage has, on all stages; they have to have run the same program."""
+        assert self.core is not None
+        digest, found = self.channels.share_object((self.core.digest, mine), source)
+        if digest != self.core.digest:
+            raise LayerError(
+                f"The ranks run different programs: in the last step, stage {source} and stage"
+                f" {self.channels.stage} have run other operations, or logged other values."
+                f" {ADVICE}"
+            )
+        return found
 
     def gathered(self, tree: Any) -> Any:
         """A structure with host tensors in the place of values. Every stage calls this."""
@@ -363,7 +376,8 @@ class ValuePipeline(Pipeline):
         logs = self._recorder.take()
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
-        return None
+        each_step = any(log.options.get("on_step") for log in logs)
+        return replace(Trace.empty(), logs_each_step=each_step)
 
     def fetch_reports(self) -> list[Report]:
         """See :class:`Pipeline`."""

@@ -318,6 +318,28 @@ MODELS = (
 )
 
 
+class LogsAlone(Base):
+    """One rank alone logs a value."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        if self.trainer.is_global_zero:
+            self.log("loss", loss)
+        return loss
+
+
+class ComputesAlone(Base):
+    """One rank alone computes with a value."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        if self.trainer.is_global_zero:
+            self.noted.append(2 * loss)
+        return loss
+
+
 class Entries(Logger):
     """A logger whose experiment keeps its entries."""
 
@@ -452,3 +474,14 @@ def test_the_bits_and_side_effects_of_plain_lightning(
             assert found.lines == expected.lines
     noted = [each[at].noted for each in on_stages(stages, folders[stages])]
     assert all(each == noted[0] for each in noted)
+
+
+@pytest.mark.parametrize("kind", [LogsAlone, ComputesAlone])
+def test_what_one_rank_does_alone_to_values_is_told_with_advice(
+    kind: type[Base], tmp_path: Path
+) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), (kind,), grace=1, expect_failure=True)
+    said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
+    assert "run different programs" in said
+    assert "What only reads values" in said

@@ -42,9 +42,10 @@ _CONTIGUOUS = -1
 _TELLS_EVERY_SECONDS = 1.0
 
 
-_ADVICE = (
+ADVICE = (
     "In a step every rank has to run the same operations and layers, with the same numbers, and"
-    " read the same values: read (`loss.item()`) on every rank, and print on one."
+    " log the same values: operations on values, calls of layers and `self.log` go in front of `if"
+    " trainer.is_global_zero`. What only reads values (`loss.item()`, a print) may be behind it."
 )
 
 
@@ -514,7 +515,7 @@ class Mailbox:
         return LayerError(
             f"The ranks run different programs in microbatch {key.turn}: {self._name(self.stage)}"
             f" is at `{place.label}` ({place.line}) and needs a {key.kind.name.lower()} of"
-            f" {self._name(key.source)}, which {theirs}. {_ADVICE}"
+            f" {self._name(key.source)}, which {theirs}. {ADVICE}"
         )
 
     def _wait_for_each_other(self, stuck: dict[int, _Wait]) -> LayerError:
@@ -524,7 +525,7 @@ class Mailbox:
             for stage, wait in sorted(stuck.items())
         )
         return LayerError(
-            f"The ranks run different programs, and wait for each other: {each}. {_ADVICE}"
+            f"The ranks run different programs, and wait for each other: {each}. {ADVICE}"
         )
 
     def _name(self, stage: int) -> str:
