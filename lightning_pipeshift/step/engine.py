@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,10 +96,16 @@ class Engine:
         core: the module's layers and their owners.
         overlaps: whether the part of a step behind a read may run later than parts of other
             microbatches' steps.
+        around: makes the context of an action; of a forward that was suspended, of each part.
     """
 
-    def __init__(self, core: Core, overlaps: bool = False) -> None:
-        self._core, self._overlaps = core, overlaps
+    def __init__(
+        self,
+        core: Core,
+        overlaps: bool = False,
+        around: Callable[[Action], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._core, self._overlaps, self._around = core, overlaps, around
         self._before_last_backward: Callable[[], object] | None = None
         self.num_suspended = 0
         """How often a step went on after it was suspended."""
@@ -138,7 +145,8 @@ class Engine:
         everything: list[SuspendableMicrobatch] = []
 
         def advance(microbatch: SuspendableMicrobatch) -> None:
-            microbatch.advance()
+            with self._around(Action(Kind.FORWARD, microbatch.turn)):
+                microbatch.advance()
             if microbatch.is_done:
                 live.pop(microbatch.turn, None)
                 done[microbatch.turn] = microbatch

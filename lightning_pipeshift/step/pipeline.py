@@ -31,6 +31,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import ADVICE, Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
@@ -43,6 +44,7 @@ from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
@@ -159,7 +161,7 @@ class ValuePipeline(Pipeline):
                     self.core.written.add(use.parameter)
         self._placed = self.core.placed()
         self._placed.__enter__()
-        self._engine = Engine(self.core)
+        self._engine = Engine(self.core, around=self._around)
         self._evaluated: list[_Evaluated] = []
         self._recorder.current = _Recording()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
@@ -216,9 +218,15 @@ class ValuePipeline(Pipeline):
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
         with run_by(None), self.core.seeing_parameters(), in_step:
             results = self._engine.run(seed, *args, **kwargs)
-        self.channels.num_done += 1
         self._begin_outside()
         return results
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
+        what = action.kind.name.lower()
+        with self.section(f"[PipeShift] {what}", What.ACTION, str(action)):
+            yield
+        self.channels.num_done += 1
 
     # --- training ---
 
