@@ -405,7 +405,8 @@ class ValuePipeline(Pipeline):
                 of_owner = {
                     name: value.account.tensor
                     for name, value in mine.items()
-                    if value.account.owner == owner == stage
+                    # Those of the owners before are common tensors already.
+                    if isinstance(value, Value) and value.account.owner == owner == stage
                 }
                 for name, tensor in self._share(to_host(of_owner), owner).items():
                     if name in mine:

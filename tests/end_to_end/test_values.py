@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger, Logger, rank_zero_experiment
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -303,6 +304,46 @@ class AccumulatesByHand(Base):
         return loss
 
 
+class Noting(Block):
+    """A block that keeps what it has seen, and writes a line to a file when it runs."""
+
+    file = Path()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, length, width)`` -> the same."""
+        if type(x) is Tensor:
+            with Noting.file.open("a") as file:
+                file.write("runs\n")
+        self.size = x.pow(2).mean()
+        return super().forward(x)
+
+
+class Recomputes(Base):
+    """``torch.utils.checkpoint`` around layers of several stages: both kinds of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(4))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        Noting.file = self.written
+
+        def through(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+        x = checkpoint(through, self.embedding(words), use_reentrant=False)
+        loss = self.loss(checkpoint(self.head, x, use_reentrant=True), targets)
+        sizes: Any = [block.size for block in self.blocks]
+        return loss + 0.1 * sum(sizes)
+
+
 MODELS = (
     Base,
     Logs,
@@ -315,6 +356,7 @@ MODELS = (
     Generates,
     Adversarial,
     AccumulatesByHand,
+    Recomputes,
 )
 
 
