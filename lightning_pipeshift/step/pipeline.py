@@ -168,7 +168,17 @@ class ValuePipeline(Pipeline):
         program = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
         set_program(program, self.channels.device)
 
+    def meets(self) -> None:
+        """See :class:`Pipeline`."""
+        if self.core is not None:
+            self.core.mailbox.pass_phase()
+
+    def _note_begin(self) -> None:
+        self.meets()
+        super()._note_begin()
+
     def _share(self, mine: Any, source: int) -> Any:
+        self.meets()
         return self.channels.share_object(mine, source)
 
     def gathered(self, tree: Any) -> Any:
@@ -354,6 +364,7 @@ class ValuePipeline(Pipeline):
         wants_result: bool,
     ) -> Any:
         """See :class:`Pipeline`."""
+        self.meets()
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
         self._prepare(key, step, batch, (), final)
@@ -386,7 +397,7 @@ class ValuePipeline(Pipeline):
         written to, to all stages that hold them. Every stage calls this, between two steps.
         """
         core, holdings, stage = self.core, self.holdings, self.channels.stage
-        if core is None or holdings is None or self.channels.num_stages == 1:
+        if core is None or holdings is None:
             return
         with run_by(None), torch.no_grad():
             for use in holdings.uses:
@@ -410,7 +421,8 @@ class ValuePipeline(Pipeline):
                 }
                 for name, tensor in self._share(to_host(of_owner), owner).items():
                     if name in mine:
-                        common = to_device(tensor, self.channels.device)
+                        # Memory of its own, as the step may write to it in place.
+                        common = to_device(tensor, self.channels.device).clone()
                         torch.utils.swap_tensors(mine[name], common)
 
     def release_gates(self) -> None:

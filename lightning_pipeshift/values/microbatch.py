@@ -309,7 +309,7 @@ class Microbatch:
         elif here is None:
             place = self._place(label)
             if not self.mailbox.has(key):
-                self.mailbox.ask(key, place, 2 * self._run_number + (self.turn == OUTSIDE))
+                self.mailbox.ask(key, place)
             message = self.receive(key, place)
             with without_torch_function_of_subclasses():
                 here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
@@ -639,7 +639,10 @@ class Microbatch:
 
     def _name(self, account: Account) -> None:
         self._num_values += 1
-        account.name = self._run_number, self.turn, self._num_values
+        # With the digest: where another stage runs other operations, it has no value of this name,
+        # and a read ends with an error in place of another value's number.
+        number = (self.digest << 15) + (self._num_values & 0x7FFF)
+        account.name = self._run_number, self.turn, number
 
     def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
