@@ -304,17 +304,14 @@ class AccumulatesByHand(Base):
         return loss
 
 
-class Noting(Block):
-    """A block that keeps what it has seen, and writes a line to a file when it runs."""
+class Noting(nn.Linear):
+    """Keeps what it has seen, and writes a line to a file when it runs."""
 
     file = Path()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size: Any = 0.0
+    size: Any = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` -> the same."""
+        """``(batch, length, inputs)`` -> ``(batch, length, outputs)``."""
         if type(x) is Tensor:
             with Noting.file.open("a") as file:
                 file.write("runs\n")
@@ -327,7 +324,8 @@ class Recomputes(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Noting() for _ in range(4))
+        for block in self.blocks:
+            block.up = Noting(WIDTH, 2 * WIDTH)
 
     def training_step(self, batch: Any, _: int) -> Any:
         words, targets = batch
@@ -340,8 +338,56 @@ class Recomputes(Base):
 
         x = checkpoint(through, self.embedding(words), use_reentrant=False)
         loss = self.loss(checkpoint(self.head, x, use_reentrant=True), targets)
-        sizes: Any = [block.size for block in self.blocks]
+        sizes: Any = [block.up.size for block in self.blocks]
         return loss + 0.1 * sum(sizes)
+
+
+class Buffers(Base):
+    """A buffer of the module is changed in place behind the layers, in several epochs."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.loss(self.head(x - self.mean), targets)
+
+    def on_train_epoch_end(self) -> None:
+        self.noted.append(self.mean.tolist())
+
+
+class ReadsAlone(Base):
+    """Computes and reads a value on the first rank only, behind the step."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        logits = self(words)
+        self.logits = logits.detach()
+        return self.loss(logits, targets)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.noted.append(self.logits.mean().item())
+        # It has the number of the first rank's mean.
+        self.spread = self.logits.std()
+
+
+class LogsAlone(Base):
+    """Logs a value on the first rank only."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        if self.trainer.is_global_zero:
+            self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
 
 
 MODELS = (
@@ -357,6 +403,7 @@ MODELS = (
     Adversarial,
     AccumulatesByHand,
     Recomputes,
+    Buffers,
 )
 
 
@@ -494,3 +541,11 @@ def test_the_bits_and_side_effects_of_plain_lightning(
             assert found.lines == expected.lines
     noted = [each[at].noted for each in on_stages(stages, folders[stages])]
     assert all(each == noted[0] for each in noted)
+
+
+@pytest.mark.parametrize("kind", [ReadsAlone, LogsAlone])
+def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path: Path) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)
+    said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
+    assert "on every rank" in said
