@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -361,6 +362,29 @@ push_saved_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_d
 apply_function: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
 """``autograd.Function.apply`` as torch has it, for a class: ``apply_function.__get__(None, cls)``.
 The core takes its place, since it asks no subclass of a tensor."""
+
+
+@contextmanager
+def checkpointing_by(find: Callable[[], AbstractContextManager[None] | None]) -> Iterator[None]:
+    """Context in which ``torch.utils.checkpoint`` without ``use_reentrant`` runs its function in
+    the context that ``find`` returns, and does nothing else; ``None``: it does what it always does.
+    """
+    plain = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        context = find()
+        if context is None:
+            yield from plain(*args, **kwargs)
+            return
+        with context:
+            yield
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = plain
+
 
 # --- modules ---
 

@@ -752,12 +752,18 @@ class PipeShiftStrategy(ParallelStrategy):
 
     # --- collective calls of Lightning's and of callbacks ---
 
+    def _meet(self) -> None:
+        if self._run is not None:
+            self._run.pipeline.meets()
+
     def barrier(self, name: str | None = None) -> None:
         self._notice_exception()
+        self._meet()
         self._connection.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         self._notice_exception()
+        self._meet()
         return self._connection.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -782,6 +788,7 @@ class PipeShiftStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._notice_exception()
+        self._meet()
         return self._connection.agree(decision, all)
 
     # --- checkpoints ---

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import (
     merge,
@@ -33,7 +32,7 @@ from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
-from lightning_pipeshift.runtime.comm.mailbox import ADVICE, Mailbox
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
@@ -48,7 +47,7 @@ from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, run_by, running, set_program
+from lightning_pipeshift.values.value import Value, run_by, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
@@ -58,10 +57,7 @@ class _Recording:
     """What a step logs, for :class:`~lightning_pipeshift.model.user_state.logs.LogRecorder`."""
 
     def kept_value(self, leaf: Any) -> Any:
-        """A copy of a value. That it is logged is a part of the program: all stages gather it."""
-        program = running()
-        if isinstance(leaf, Value) and isinstance(program, Microbatch):
-            program.note("log", ())
+        """A copy of a value."""
         return kept(leaf)
 
     @contextmanager
@@ -174,17 +170,18 @@ class ValuePipeline(Pipeline):
         program = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
         set_program(program, self.channels.device)
 
+    def meets(self) -> None:
+        """See :class:`Pipeline`."""
+        if self.core is not None:
+            self.core.mailbox.pass_phase()
+
+    def _note_begin(self) -> None:
+        self.meets()
+        super()._note_begin()
+
     def _share(self, mine: Any, source: int) -> Any:
-        """What a stage has, on all stages; they have to have run the same program."""
-        assert self.core is not None
-        digest, found = self.channels.share_object((self.core.digest, mine), source)
-        if digest != self.core.digest:
-            raise LayerError(
-                f"The ranks run different programs: in the last step, stage {source} and stage"
-                f" {self.channels.stage} have run other operations, or logged other values."
-                f" {ADVICE}"
-            )
-        return found
+        self.meets()
+        return self.channels.share_object(mine, source)
 
     def gathered(self, tree: Any) -> Any:
         """A structure with host tensors in the place of values. Every stage calls this."""
@@ -375,6 +372,7 @@ class ValuePipeline(Pipeline):
         wants_result: bool,
     ) -> Any:
         """See :class:`Pipeline`."""
+        self.meets()
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
         self._prepare(key, step, batch, (), final)
@@ -408,7 +406,7 @@ class ValuePipeline(Pipeline):
         written to, to all stages that hold them. Every stage calls this, between two steps.
         """
         core, holdings, stage = self.core, self.holdings, self.channels.stage
-        if core is None or holdings is None or self.channels.num_stages == 1:
+        if core is None or holdings is None:
             return
         with run_by(None), torch.no_grad():
             for use in holdings.uses:

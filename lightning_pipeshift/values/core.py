@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipeshift.compat.torch_private import (
     apply_function,
+    checkpointing_by,
     preserved_version_counters,
     without_torch_function_of_subclasses,
 )
@@ -190,7 +192,8 @@ class Core:
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self._sees_parameters = True
         try:
-            yield
+            with checkpointing_by(_recomputing):
+                yield
         finally:
             self._sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
@@ -199,7 +202,7 @@ class Core:
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
-        self.mailbox.pass_phase(2 * self.num_steps + 1)
+        self.mailbox.pass_phase()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps)
         self.switched.clear()
@@ -226,7 +229,7 @@ class Core:
         """
         for microbatch in microbatches:
             self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
-        self.mailbox.pass_phase(2 * self.num_steps)
+        self.mailbox.pass_phase()
         self.mailbox.finish(self.num_steps)
 
     def held(self) -> dict[str, Tensor]:
@@ -299,9 +302,22 @@ class _PlacedForward:
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
     microbatch = running()
+    recomputing = _recomputing() if cls is CheckpointFunction else None
+    if recomputing is not None:
+        function, _preserves, *rest = args
+        with recomputing:
+            return function(*rest)
     if microbatch is None or not any(isinstance(x, PLACED) for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _recomputing() -> AbstractContextManager[None] | None:
+    """What ``torch.utils.checkpoint`` does where the user's step calls it: the layers in it are
+    recomputed, each at its stage. ``None`` inside of a layer.
+    """
+    microbatch = running()
+    return microbatch.recomputing() if isinstance(microbatch, Microbatch) else None
 
 
 def _keep_undefined(result: Any) -> None:

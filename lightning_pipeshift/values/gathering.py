@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.execution.trees import flatten
+from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.value import Value
 
 Share = Callable[[Any, int], Any]
@@ -21,12 +23,14 @@ class Kept:
     Args:
         owner: the stage that has it.
         tensor: a copy of it; ``None`` at the other stages.
+        name: of the value.
     """
 
-    __slots__ = ("owner", "tensor")
+    __slots__ = ("name", "owner", "tensor")
 
-    def __init__(self, owner: int, tensor: Tensor | None) -> None:
-        self.owner, self.tensor = owner, tensor
+    def __init__(self, account: Account, tensor: Tensor | None) -> None:
+        self.owner, self.name = account.owner, account.name
+        self.tensor = None if tensor is None else tensor.detach()
 
 
 def kept(leaf: Any) -> Any:
@@ -36,7 +40,7 @@ def kept(leaf: Any) -> Any:
     if not isinstance(leaf, Value):
         return leaf
     tensor = leaf.account.tensor
-    return Kept(leaf.account.owner, None if tensor is None else tensor.detach().clone())
+    return Kept(leaf.account, None if tensor is None else tensor.detach().clone())
 
 
 def gathered(tree: Any, stage: int, share: Share) -> Any:
@@ -54,14 +58,21 @@ def gathered(tree: Any, stage: int, share: Share) -> Any:
         places = [
             at for at, each in enumerate(found) if isinstance(each, Kept) and each.owner == owner
         ]
-        mine = to_host([found[at].tensor for at in places]) if owner == stage else None
-        for at, tensor in zip(places, share(mine, owner), strict=True):
+        names = [found[at].name for at in places]
+        mine = [found[at].tensor for at in places] if owner == stage else []
+        its_names, tensors = share((names, to_host(mine)), owner)
+        if names != its_names:
+            raise LayerError(
+                "The ranks have logged, returned, or put into a metric, different values in a step."
+                " Do this on every rank: without `if trainer.is_global_zero`, or with a number"
+                " (`self.log(name, loss.item())`)."
+            )
+        for at, tensor in zip(places, tensors, strict=True):
             leaves[at] = tensor
     return to_host(rebuild(leaves))
 
 
 def _as_kept(leaf: Any) -> Any:
     if isinstance(leaf, Value):
-        tensor = leaf.account.tensor
-        return Kept(leaf.account.owner, None if tensor is None else tensor.detach())
+        return Kept(leaf.account, leaf.account.tensor)
     return leaf

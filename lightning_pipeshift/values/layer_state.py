@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of
 from lightning_pipeshift.values.arguments import is_node, parts_of
@@ -207,5 +208,35 @@ def with_state(
             changed.update(watch.look())
         others = tuple((attribute, attribute.get(layer)) for attribute in sorted(changed))
         return result, tuple(attribute.get(layer) for attribute in attributes), others
+
+    return run
+
+
+def recomputed(
+    layer: nn.Module, forward: Callable[..., Any], attributes: Sequence[Attribute]
+) -> Callable[..., Any]:
+    """A layer's forward that the backward runs again, in place of tensors that it would keep. The
+    second run finds the attributes of the first, and leaves none behind.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [attribute.get(layer) for attribute in attributes]
+        has_run = False
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return forward(*args, **kwargs)
+            kept = [attribute.get(layer) for attribute in attributes]
+            for attribute, value in zip(attributes, given, strict=True):
+                attribute.set(layer, value)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for attribute, value in zip(attributes, kept, strict=True):
+                    attribute.set(layer, value)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
     return run

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from lightning_pipeshift.values.layer_contracts import (
     hearing,
     is_heard,
 )
-from lightning_pipeshift.values.layer_state import Attribute, with_state
+from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -114,6 +115,7 @@ class Microbatch:
         """Those of all parameters, as values; ``None`` if they may have changed since they were
         asked for. What changes them by other means than operations has to set it to ``None``."""
         self._num_backwards = 0
+        self._recomputes = False
         self._new_token()
 
     def release(self) -> None:
@@ -307,7 +309,7 @@ class Microbatch:
         elif here is None:
             place = self._place(label)
             if not self.mailbox.has(key):
-                self.mailbox.ask(key, place, 2 * self._run_number + (self.turn == OUTSIDE))
+                self.mailbox.ask(key, place)
             message = self.receive(key, place)
             with without_torch_function_of_subclasses():
                 here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
@@ -384,7 +386,7 @@ class Microbatch:
         modules = core.modules[number]
         hooked = tuple(name for name, module in modules if name and is_heard(module))
         kind, watch = core.kind_of(number)
-        state = core.states[number]
+        state, recomputes = core.states[number], self._recomputes
         given = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments((given, kwargs), _described, exact=True)
         parameters = core.parameters[number]
@@ -414,13 +416,13 @@ class Microbatch:
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
-            heard_forward = hearing(layer, core.forwards[number], hooked)
-            forward = with_state(layer, heard_forward, state, watch, changed)
-            versions = list(map(version_in, others.values()))
+            forward = hearing(layer, core.forwards[number], hooked)
             if others:
-                result = _called_with(layer, forward, others, run_args, run_kwargs)
-            else:
-                result = forward(*run_args, **run_kwargs)
+                forward = partial(_called_with, layer, forward, others)
+            if recomputes:
+                forward = recomputed(layer, forward, state)
+            versions = list(map(version_in, others.values()))
+            result = with_state(layer, forward, state, watch, changed)(*run_args, **run_kwargs)
             if contract is not None and changed:
                 names = ", ".join(
                     f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
@@ -452,6 +454,15 @@ class Microbatch:
                 account.begin(account.owner, account.tensor if is_here else None)
         call_hooks(layer, label, heard)
         return result
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Context of layers that the backward runs again, in place of what they would keep."""
+        before, self._recomputes = self._recomputes, True
+        try:
+            yield
+        finally:
+            self._recomputes = before
 
     # --- calls ---
 
@@ -628,7 +639,10 @@ class Microbatch:
 
     def _name(self, account: Account) -> None:
         self._num_values += 1
-        account.name = self._run_number, self.turn, self._num_values
+        # With the digest: where another stage runs other operations, it has no value of this name,
+        # and a read ends with an error in place of another value's number.
+        number = (self.digest << 15) + (self._num_values & 0x7FFF)
+        account.name = self._run_number, self.turn, number
 
     def tell(self, told: Any, stage: int, label: str) -> Any:
         """Sends what one stage knows to all; returns it."""
@@ -759,7 +773,7 @@ def _autocast(device: torch.device) -> tuple[Any, ...]:
 
 
 def _called_with(
-    layer: torch.nn.Module, forward: Any, others: dict[str, Tensor], args: Any, kwargs: Any
+    layer: torch.nn.Module, forward: Any, others: dict[str, Tensor], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a layer with tensors in place of some of its parameters."""
     bare = _Bare(layer, forward)

@@ -18,6 +18,7 @@ row, none of them will ever go on (F. Mattern, "Algorithms for distributed termi
 from __future__ import annotations
 
 import enum
+import math
 import pickle
 import struct
 import threading
@@ -59,6 +60,7 @@ class Kind(enum.IntEnum):
     END = 4
     ASK = 5
     TOLD = 6
+    PASSED = 7
 
 
 class _Form(enum.IntEnum):
@@ -117,8 +119,18 @@ class Message(NamedTuple):
     place: Place
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The bytes as a tensor, with the layout that it had."""
+        """The bytes as a tensor, with the layout that it had.
+
+        Raises:
+            LayerError: they are of a tensor of another size.
+        """
         assert self.data is not None
+        if self.strides is None and self.data.numel() != dtype.itemsize * math.prod(shape):
+            raise LayerError(
+                "The ranks run different programs: another rank has sent a value of another size"
+                f" than {tuple(shape)}, {dtype}, for `{self.place.label}` ({self.place.line})."
+                f" {ADVICE}"
+            )
         flat = self.data.view(dtype)
         if self.strides is None:
             return flat.view(tuple(shape))
@@ -165,6 +177,7 @@ class _Wait(NamedTuple):
         sources: the stages that could end it.
         sent: how many messages it has sent to each stage.
         received: how many messages it has received from each.
+        phase: in which it waits: see :meth:`Mailbox.pass_phase`.
     """
 
     number: int
@@ -172,6 +185,7 @@ class _Wait(NamedTuple):
     sources: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    phase: int
 
 
 class Mailbox:
@@ -219,7 +233,10 @@ class Mailbox:
         self._offers: dict[Key, tuple[Tensor, int] | None] = {}
         self._told: dict[Key, set[int]] = {}
         self._asked: dict[Key, dict[int, int]] = {}
-        self._past = -1
+        self.phase = 0
+        """See :meth:`pass_phase`."""
+        # The phase of each stage, as far as it has told it.
+        self._phases = [0] * self.num_stages
         self._offering = threading.Lock()
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source,), daemon=True)
@@ -267,7 +284,7 @@ class Mailbox:
         if form is _Form.IN_FRAME:
             frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
         with self._sending:
-            if key.kind not in (Kind.WAIT, Kind.ASK):
+            if key.kind not in (Kind.WAIT, Kind.ASK, Kind.PASSED):
                 self._sent[to] += 1
             self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
             if form is _Form.BEHIND:
@@ -311,16 +328,15 @@ class Mailbox:
         for to in todo:
             self.send(to, key, place, tensor)
 
-    def ask(self, key: Key, place: Place, phase: int) -> None:
+    def ask(self, key: Key, place: Place) -> None:
         """Asks for a value that this stage reads, and its owner perhaps does not.
 
         Args:
             key: of the answer.
             place: where this stage needs it.
-            phase: in which it does: see :meth:`pass_phase`.
         """
         asked = key._replace(source=self.stage, kind=Kind.ASK)
-        self.send(key.source, asked, place._replace(digest=phase), None)
+        self.send(key.source, asked, place._replace(digest=self.phase), None)
 
     def _answer(self, to: int, key: Key, phase: int) -> _Answer | None:
         """The answer to a stage that has asked; ``None`` if it has one, or if this stage may still
@@ -332,7 +348,7 @@ class Mailbox:
         has_one = offer is not None and version_of(offer[0]) == offer[1]
         if to in told:
             return None
-        if not has_one and phase > self._past:
+        if not has_one and phase >= self.phase:
             self._asked.setdefault(key, {})[to] = phase
             return None
         told.add(to)
@@ -344,14 +360,12 @@ class Mailbox:
                 to, key, tensor = answer
                 self.send(to, key, _NOWHERE, tensor)
 
-    def pass_phase(self, phase: int) -> None:
-        """Tells that this stage reads nothing any more in a phase, and those before.
-
-        Args:
-            phase: twice the number of a run; with 1, that of what follows the run.
+    def pass_phase(self) -> None:
+        """Begins the next phase: this stage sends and reads nothing any more in those before. Every
+        stage calls this before it waits for all others by other means: they may wait for a message.
         """
         with self._offering:
-            self._past = phase
+            self.phase += 1
             asked, self._asked = self._asked, {}
             answers = [
                 self._answer(to, key, of_reader)
@@ -406,6 +420,8 @@ class Mailbox:
                 self._num_told[source] += 1
             elif key.kind is Kind.END:
                 self._ended.add(source)
+            elif key.kind is Kind.PASSED:
+                self._phases[source] = step
             elif key.kind is not Kind.ASK:
                 self._received[source] += 1
                 if key.kind is not Kind.READ or data is not None or key not in self._messages:
@@ -421,6 +437,9 @@ class Mailbox:
             with self._offering:
                 answer = self._answer(source, wanted, digest)
             self._send_all([answer])
+        if key.kind is Kind.WAIT and self._waits[source].phase < self.phase:
+            passed = Key(self.stage, self.phase, 0, Kind.PASSED, 0, 0)
+            self.send(source, passed, _NOWHERE, None)
         return key.kind is not Kind.END
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
@@ -435,11 +454,13 @@ class Mailbox:
         """Whether the sender is past the message without having sent it. Values come by rising
         numbers, gradients by falling ones.
         """
+        if key.source in self._ended or self._phases[key.source] > self.phase:
+            return True
         if key.kind is Kind.READ:
-            return key.source in self._ended
+            return False
         latest = self._latest.get(_direction(key))
-        if latest is None or key.source in self._ended:
-            return key.source in self._ended
+        if latest is None:
+            return False
         return latest < key.serial if key.kind is Kind.GRADIENT else latest > key.serial
 
     def wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
@@ -457,7 +478,7 @@ class Mailbox:
                     return
                 sources = tuple({key.source for key in keys})
                 sent, received = tuple(self._sent), tuple(self._received)
-                mine = _Wait(self._num_waits, place, sources, sent, received)
+                mine = _Wait(self._num_waits, place, sources, sent, received, self.phase)
                 self._waits[self.stage] = mine
                 self._num_told[self.stage] += 1
                 stuck, told = _stuck(self._waits, self.stage), list(self._num_told)

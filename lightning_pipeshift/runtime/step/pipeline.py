@@ -949,6 +949,9 @@ class Pipeline:
             )
         return result
 
+    def meets(self) -> None:
+        """Tells that this stage comes to where all wait for each other, outside of a step."""
+
     def _note_begin(self) -> None:
         now = time.perf_counter()
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
