@@ -307,26 +307,39 @@ def main() -> None:
         "--known", action="store_true", help="only models that benchmarks.zoo has built"
     )
     parser.add_argument("--show", action="store_true", help="print the traces of errors")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="in a random order")
+    parser.add_argument(
+        "--go-on", action="store_true", help="keep what the --json FILE has, and do the others"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.monotonic()
     verdicts: list[Verdict] = []
-    for library in options.library:
-        for case in cases(library, options.match):
-            is_late = time.monotonic() - begin > options.seconds
-            if is_late or (options.known and not case.options):
-                break
-            found = apart(case, options.stages, options.most_parameters, options.limit_seconds)
-            verdicts.append(found)
-            print(
-                f"{found.library} {found.name}: {found.kind} {found.reason} ({found.seconds} s)",
-                flush=True,
-            )
-            if options.show and found.text:
-                print(found.text, flush=True)
-            if options.json is not None:
-                # A sweep takes long: what is done is there, whatever becomes of the rest.
-                save(options.json, _figures(verdicts, options.stages), says_so=False)
+    if options.go_on and options.json is not None and options.json.exists():
+        before = json.loads(options.json.read_text())["figures"]["models"]
+        verdicts = [Verdict(**model) for model in before]
+    done = {(x.library, x.name) for x in verdicts}
+    todo = [case for library in options.library for case in cases(library, options.match)]
+    if options.known:
+        todo = [case for case in todo if case.options]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(todo)
+    for case in todo:
+        if (case.library, f"{case.family}/{case.name}") in done:
+            continue
+        if time.monotonic() - begin > options.seconds:
+            break
+        found = apart(case, options.stages, options.most_parameters, options.limit_seconds)
+        verdicts.append(found)
+        print(
+            f"{found.library} {found.name}: {found.kind} {found.reason} ({found.seconds} s)",
+            flush=True,
+        )
+        if options.show and found.text:
+            print(found.text, flush=True)
+        if options.json is not None:
+            # A sweep takes long: what is done is there, whatever becomes of the rest.
+            save(options.json, _figures(verdicts, options.stages), says_so=False)
     print_table(
         f"On {options.stages} stages, beside a plain loop",
         ["model", "layers", "verdict", "reason"],
