@@ -26,7 +26,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -249,19 +249,20 @@ def _trace_of(error: BaseException) -> str:
 # --- the sweep ---
 
 
-def known(library: str) -> dict[str, dict[str, Any]]:
-    """How models are built, by name, as far as a sweep of ``benchmarks.zoo`` has found it."""
+def known(library: str) -> list[Case]:
+    """The models that a sweep of ``benchmarks.zoo`` has built, and how."""
     path = RESULTS / f"zoo_{library}.json"
     models = json.loads(path.read_text())["figures"]["models"] if path.exists() else []
-    return {model["name"]: model["options"] for model in models if model["built"]}
+    return [Case(library, x["family"], x["name"], x["options"]) for x in models if x["built"]]
 
 
-def cases(library: str, match: str | None) -> Iterator[Case]:
+def cases(library: str, match: str | None, only_known: bool) -> list[Case]:
     """The models of a library; those that are known to be built come first."""
-    options = known(library)
-    found = zoo_models.cases(library, match)
-    for case in sorted(found, key=lambda case: case.name not in options):
-        yield Case(case.library, case.family, case.name, options.get(case.name, {}))
+    found = known(library)
+    names = {case.name for case in found}
+    if not only_known:
+        found += [case for case in zoo_models.cases(library, match) if case.name not in names]
+    return [case for case in found if re.search(match or "", f"{case.family}/{case.name}")]
 
 
 def apart(case: Case, num_stages: int, most_parameters: int, limit_seconds: float) -> Verdict:
@@ -319,9 +320,9 @@ def main() -> None:
         before = json.loads(options.json.read_text())["figures"]["models"]
         verdicts = [Verdict(**model) for model in before]
     done = {(x.library, x.name) for x in verdicts}
-    todo = [case for library in options.library for case in cases(library, options.match)]
-    if options.known:
-        todo = [case for case in todo if case.options]
+    todo = [
+        case for library in options.library for case in cases(library, options.match, options.known)
+    ]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(todo)
     for case in todo:

@@ -314,6 +314,29 @@ class ByHand(Model):
         return loss.detach()
 
 
+class Attacks(Model):
+    """The gradient of a tensor that the step makes itself, and that layers of two stages use."""
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        noise = torch.zeros(BATCH, 1, LENGTH, WIDTH)[:, 0]
+        noise.requires_grad = True
+
+        def loss(x: Tensor, noise: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x + noise, noise)
+            return self.loss(x, targets)
+
+        (loss(self.embedding(words), noise) / MICROBATCHES).backward()
+        assert noise.grad is not None
+        self.noted.append(noise.grad.abs().sum().item())
+        worst = loss(self.embedding(words), 0.1 * noise.grad.sign())
+        (worst / MICROBATCHES).backward()
+        return worst.detach()
+
+
 class Hooks(Model):
     """Hooks of modules inside of layers, and of layers, take things out; layers return classes of
     their own.
@@ -430,6 +453,7 @@ MODELS: dict[str, type[Model]] = {
         Keeps,
         Casts,
         ByHand,
+        Attacks,
         Hooks,
         Frozen,
         Functions,
