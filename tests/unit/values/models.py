@@ -589,6 +589,16 @@ def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
     return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
 
 
+def with_history(model: Model, rank: int, words: Tensor) -> Tensor:
+    return (model.hidden(words) + 2 * torch.zeros(WIDTH, requires_grad=True)).sum()
+
+
+def into_history(model: Model, rank: int, words: Tensor) -> Tensor:
+    total = 2 * torch.zeros(3, requires_grad=True)
+    total[0] = model.hidden(words).mean()
+    return total.sum()
+
+
 def into_a_view(model: Model, rank: int, words: Tensor) -> Tensor:
     total = torch.zeros(3)
     total[0].copy_(model.hidden(words).mean())
