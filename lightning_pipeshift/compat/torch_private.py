@@ -324,6 +324,14 @@ PARAMETER_MARK: Final = "_is_param"
 """The attribute that :func:`mark_as_parameter` sets."""
 
 
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks of its own for its gradient."""
+    return any(getattr(tensor, name) for name in _HOOKS_OF_TENSORS)
+
+
 def renew_hooks(tensor: Tensor) -> None:
     """Puts a tensor's hooks into effect after ``torch.utils.swap_tensors``, which leaves them on
     the list, but with the other object.
@@ -331,7 +339,7 @@ def renew_hooks(tensor: Tensor) -> None:
     Public functions would add the hooks a second time, under other numbers, and the handles that
     users have would not remove them.
     """
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in _HOOKS_OF_TENSORS:
         hooks = getattr(tensor, name)
         if hooks:
             setattr(tensor, name, None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
+    has_hooks,
     storage_use_count,
     without_torch_function_of_subclasses,
 )
@@ -479,12 +480,8 @@ class Microbatch:
             if contract is not None and at not in contract.used:
                 continue
             if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
-                raise LayerError(
-                    f"`{call.label}` ({user_line()}) runs at stage {stage} only, and uses a tensor"
-                    " that every stage has, and that needs a gradient, which would come to that"
-                    " stage only. Make it a parameter of the module, or compute it from what a"
-                    " layer returns (`layer(x).detach().requires_grad_()`)."
-                )
+                self._require_leaf(tensor, call)
+                self._adopt(tensor, stage)
             if isinstance(tensor, PLACED):
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
@@ -695,7 +692,7 @@ class Microbatch:
         """
         storage = tensor.untyped_storage()
         is_shared = storage_use_count(storage) > _USES_OF_ONE
-        if type(tensor) is not Tensor or is_shared or (tensor.is_leaf and tensor.requires_grad):
+        if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
@@ -704,10 +701,26 @@ class Microbatch:
                 " (`torch.where`, `torch.cat`)."
             )
 
+    def _require_leaf(self, tensor: Tensor, call: _Call) -> None:
+        """Raises LayerError if a common tensor that needs a gradient cannot become a value of the
+        stage that its gradient comes to: others have a part in its gradient.
+        """
+        is_plain = type(tensor) is Tensor and tensor.is_leaf
+        if not is_plain or tensor.grad is not None or has_hooks(tensor):
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) runs at stage {call.stage} only, and uses a tensor"
+                " that every stage has, and whose gradient would come to that stage only. Make it a"
+                " parameter of the module, or a tensor without history, hooks and gradient"
+                " (`x.detach().clone().requires_grad_()`)."
+            )
+
     def _adopt(self, tensor: Tensor, stage: int) -> None:
-        """Makes a common tensor a value of one stage: that writes into it."""
-        spec = spec_of(tensor)._replace(requires_grad=False)
-        account = self.new_account(stage, False, None, Memory())
+        """Makes a common tensor a value of one stage: that writes into it, or gets the gradient of
+        what is a leaf.
+        """
+        spec = spec_of(tensor)
+        account = self.new_account(stage, spec.requires_grad, None, Memory())
+        account.era = self._era if spec.requires_grad else None
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.

@@ -314,6 +314,29 @@ class ByHand(Model):
         return loss.detach()
 
 
+class Attacks(Model):
+    """The gradient of a tensor that the step makes itself, and that layers of two stages use."""
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        noise = torch.zeros(BATCH, 1, LENGTH, WIDTH)[:, 0]
+        noise.requires_grad = True
+
+        def loss(x: Tensor, noise: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x + noise, noise)
+            return self.loss(x, targets)
+
+        (loss(self.embedding(words), noise) / MICROBATCHES).backward()
+        assert noise.grad is not None
+        self.noted.append(noise.grad.abs().sum().item())
+        worst = loss(self.embedding(words), 0.1 * noise.grad.sign())
+        (worst / MICROBATCHES).backward()
+        return worst.detach()
+
+
 class Hooks(Model):
     """Hooks of modules inside of layers, and of layers, take things out; layers return classes of
     their own.
@@ -430,6 +453,7 @@ MODELS: dict[str, type[Model]] = {
         Keeps,
         Casts,
         ByHand,
+        Attacks,
         Hooks,
         Frozen,
         Functions,
@@ -563,6 +587,16 @@ def other_numbers(model: Model, rank: int, words: Tensor) -> Tensor:
 def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.embedding(words)
     return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
+
+
+def with_history(model: Model, rank: int, words: Tensor) -> Tensor:
+    return (model.hidden(words) + 2 * torch.zeros(WIDTH, requires_grad=True)).sum()
+
+
+def into_history(model: Model, rank: int, words: Tensor) -> Tensor:
+    total = 2 * torch.zeros(3, requires_grad=True)
+    total[0] = model.hidden(words).mean()
+    return total.sum()
 
 
 def into_a_view(model: Model, rank: int, words: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tests.unit.values.models import (
     copied_view,
     derivative,
     into_a_view,
+    into_history,
     into_what_others_see,
     layer_inside,
     number_of_values,
@@ -28,6 +29,7 @@ from tests.unit.values.models import (
     refused,
     second_backward,
     stale,
+    with_history,
 )
 
 # They draw random numbers: on one stage, too, these come from streams of each layer.
@@ -113,6 +115,8 @@ def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..
     [
         (into_a_view, "Write into a tensor of its own"),
         (into_what_others_see, "Write into a tensor of its own"),
+        (into_history, "Write into a tensor of its own"),
+        (with_history, "a tensor without history"),
         (stale, "operation that returns a new tensor"),
         (derivative, "inside of one layer"),
         (other_memory, "write in place instead"),
