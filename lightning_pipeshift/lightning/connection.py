@@ -216,7 +216,9 @@ class Connection:
             # All ranks have the board: sockets opened from now on are shut down after a failure.
             self._arrange(topology, place, board, job)
         self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
-        board.interrupt, board.give_up = self._interrupt, self._give_up
+        board.interrupt = self._interrupt
+        # Called in a thread when a rank is gone: ends operations that need all ranks.
+        board.give_up = lambda: shut_down(self._checkpoint_sockets)
         board.trouble = self.groups.error
         print_stacks_on_a_signal()
         are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
@@ -493,7 +495,3 @@ class Connection:
         if self._rings is not None:
             # Lanes may have been opened later.
             shut_down(self._rings.sockets)
-
-    def _give_up(self) -> None:
-        """Interrupts operations that need all ranks; called in a thread when one is gone."""
-        shut_down(self._checkpoint_sockets)

@@ -170,7 +170,9 @@ class RecomputedRegion(LayerCall):
         """Runs the layer for the first time."""
         versions = None
         if self._buffers is None:
-            versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
+            versions = [
+                (slot, slot.get(), _version(slot.get())) for slot in self._slots if slot.is_buffer
+            ]
         with self._results or nullcontext():
             output = super().run()
         self._note_makers()
@@ -195,9 +197,6 @@ class RecomputedRegion(LayerCall):
             known[names] = frozenset(found)
         elif found != known[names]:
             del known[names]
-
-    def _buffer_slots(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.is_buffer]
 
     def _save(self, tensor: Tensor, number: int) -> Saved:
         # The mode need not see what is done with a tensor in order to save it.

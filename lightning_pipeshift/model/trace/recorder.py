@@ -736,7 +736,6 @@ class _Recorder(PlaceholderListener):
             return run_made_up(gate, slots, args, kwargs, self._device, error)
 
     def _count(self, gate: Gate) -> int:
-        """Counts the calls of the layer so far."""
         self._ranks.setdefault(gate.index, len(self._ranks))
         return sum(earlier.layer == gate.index for earlier in self.calls)
 

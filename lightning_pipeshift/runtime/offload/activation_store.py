@@ -231,7 +231,9 @@ class ActivationStore(ActionListener):
             if action.kind is Kind.BACKWARD:
                 self._bury()
                 self._in_backward, self._lowest_layer = action.microbatch, math.inf
-                self._stay(action.microbatch)
+                # What has not been offloaded yet stays on the device.
+                for block in self._blocks.get(action.microbatch, ()):
+                    self._let_stay(block)
         self.advance()
 
     def end_action(self, action: Action) -> None:
@@ -564,11 +566,6 @@ class ActivationStore(ActionListener):
                 time.perf_counter(),
                 num_bytes=block.num_bytes,
             )
-
-    def _stay(self, microbatch: int) -> None:
-        """Keeps those blocks of a microbatch on the device that have not been offloaded yet."""
-        for block in self._blocks.get(microbatch, ()):
-            self._let_stay(block)
 
     def _let_stay(self, block: _Block) -> None:
         if block.state is _Is.LEAVING and block.offloaded is not None:
