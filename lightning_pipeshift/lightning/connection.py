@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,10 +90,6 @@ def _connected(part: T | None, who: str) -> T:
     if part is None:
         raise ConfigurationError(f"The {who} are not connected yet. Use this from `setup` on.")
     return part
-
-
-def _name_of(topology: Topology, hosts: Sequence[str], rank: int) -> str:
-    return topology.name_of(rank, hosts[rank])
 
 
 @dataclass(frozen=True)
@@ -249,13 +243,13 @@ class Connection:
         self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
     ) -> None:
         """Connects the stages of each virtual machine, unless they are connected."""
-        board.name_of = partial(_name_of, topology, self.hosts)
+        board.name_of = lambda rank: topology.name_of(rank, self.hosts[rank])
         known = self._replicas
         if known is None or not known.topology.has_machines_of(topology):
             known = self._connect(topology, place, board, job)
         # A run begins in the order that was asked for, whatever an earlier one has found.
         known.reorder(topology)
-        board.name_of = lambda rank: _name_of(known.topology, self.hosts, rank)
+        board.name_of = lambda rank: known.topology.name_of(rank, self.hosts[rank])
 
     def _num_done(self) -> int:
         return self._channels.num_done if self._channels is not None else 0

@@ -159,7 +159,11 @@ class RecomputedRegion(LayerCall):
             if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
         }
         if gate.writes_to_buffers is None:
-            gate.writes_to_buffers = _keeps_statistics(gate.layer)
+            # Their kernels write to buffers without raising the version counter.
+            gate.writes_to_buffers = any(
+                isinstance(module, NormBase) and module.track_running_stats
+                for module in gate.layer.modules()
+            )
         self._buffers = _BuffersBefore(self._slots) if gate.writes_to_buffers else None
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
@@ -400,13 +404,6 @@ class _BuffersBefore:
         """Context in which the layer has these buffers, and does not change its own."""
         with substituted(self._slots, {id(slot.get()): value for slot, value in self._values}):
             yield
-
-
-def _keeps_statistics(layer: nn.Module) -> bool:
-    # Their kernels write to buffers without raising the version counter.
-    return any(
-        isinstance(module, NormBase) and module.track_running_stats for module in layer.modules()
-    )
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -117,7 +117,7 @@ class ValueNames:
         """Renames the values of a memory that an operation has written to; returns their new names
         by the old ones.
         """
-        renames = {}
+        renames: dict[Value, Value] = {}
         for number, (first, reference) in enumerate(memory.members.items()):
             if reference() is None and first != memory.base:
                 continue
