@@ -24,9 +24,8 @@ import torch
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.runtime.planning import probe
-from lightning_pipeshift.testing.ranks import _rank_variables
 from lightning_pipeshift.testing.training import QUIET
-from lightning_pipeshift.testing.workers import STACK_SIGNAL, free_port
+from lightning_pipeshift.testing.workers import STACK_SIGNAL, free_port, rank_variables
 from tests.models import ZOO
 
 
@@ -53,7 +52,7 @@ def _train_alone() -> None:
     environment = dict(os.environ)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     logging.disable(logging.CRITICAL)
-    os.environ.update(_rank_variables(0, 1, free_port()))
+    os.environ.update(rank_variables(0, 1, free_port()))
     torch.set_num_threads(1)
     try:
         # Python forgets at the end which warnings it has shown.

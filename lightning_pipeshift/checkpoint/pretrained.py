@@ -43,7 +43,8 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     """
     path = Path(path)
     with unrecorded():
-        stored = dict(_safetensors(path) if _is_safetensors(path) else _of_torch(path))
+        is_safetensors = path.is_dir() or path.suffix == ".safetensors"
+        stored = dict(_safetensors(path) if is_safetensors else _of_torch(path))
     targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
     # A tied parameter is often saved under only one of its names.
     given = {id(value) for name, value in targets.items() if name in stored}
@@ -67,10 +68,6 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
         record = current_record()
         with torch.no_grad():
             value.copy_(load() if record is None else record.promise(like, load))
-
-
-def _is_safetensors(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".safetensors"
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
@@ -103,7 +100,6 @@ def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
 
 
 def _shards(index: Path) -> list[str]:
-    """The names of the files in an index, each once."""
     try:
         names = list(dict.fromkeys(parse_json(read_bytes(index))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

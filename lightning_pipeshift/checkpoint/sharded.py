@@ -332,7 +332,6 @@ class ShardedFolder:
             )
 
     def _index(self) -> dict[str, _Place]:
-        """The location of each tensor, by key."""
         path = self._data / INDEX
         try:
             found = parse_json(read_bytes(path, self._sizes[INDEX]))

@@ -110,7 +110,8 @@ def main(arguments: Sequence[str]) -> None:
             )
         config = _read(rest)
         wanted = _Wanted.of(config)
-        recipe = Configured(tuple(rest), _seed_of(config))
+        seed = config.seed_everything
+        recipe = Configured(tuple(rest), _SEED if isinstance(seed, bool) else int(seed))
         report = check(
             recipe,
             splits_of(
@@ -173,11 +174,6 @@ def _run(kind: type[LightningCLI], arguments: Sequence[str]) -> LightningCLI:
         return kind(
             args=["fit", *arguments], save_config_callback=None, seed_everything_default=_SEED
         )
-
-
-def _seed_of(config: Namespace) -> int:
-    seed = config.seed_everything
-    return _SEED if isinstance(seed, bool) else int(seed)
 
 
 def _strategy_of(config: Namespace) -> tuple[str, dict[str, Any]]:

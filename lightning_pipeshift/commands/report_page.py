@@ -76,18 +76,11 @@ def _table(name: str, rows: Sequence[Sequence[str]]) -> str:
     return f'<table id="{name}">{"".join(lines)}</table>'
 
 
-def _seconds_of(recording: Recording | None) -> float | None:
-    return recording.seconds / recording.num_steps if recording is not None else None
-
-
 def _step_times(recordings: Sequence[Recording]) -> Iterator[str]:
     """A plot over the steps: measured, and expected where the plan predicts anything."""
     measured = [(each.step, each.seconds / each.num_steps) for each in recordings]
-    predicted = [
-        (each.step, seconds)
-        for each in recordings
-        if (seconds := _seconds_of(Compared.of(each).expected)) is not None
-    ]
+    found = [(each.step, Compared.of(each).expected) for each in recordings]
+    predicted = [(step, by.seconds / by.num_steps) for step, by in found if by is not None]
     top = max(seconds for _, seconds in [*measured, *predicted]) or 1.0
     first, last = measured[0][0], max(measured[-1][0], measured[0][0] + 1)
 

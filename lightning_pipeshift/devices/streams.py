@@ -109,10 +109,6 @@ class Host:
     def synchronize(self) -> None:
         """See :func:`synchronize`."""
 
-    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :func:`on_this_device`."""
-        return function
-
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """See :func:`pin`."""
         raise RuntimeError("only memory that an accelerator copies from or to can be pinned")

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,10 +90,6 @@ def _connected(part: T | None, who: str) -> T:
     if part is None:
         raise ConfigurationError(f"The {who} are not connected yet. Use this from `setup` on.")
     return part
-
-
-def _name_of(topology: Topology, hosts: Sequence[str], rank: int) -> str:
-    return topology.name_of(rank, hosts[rank])
 
 
 @dataclass(frozen=True)
@@ -216,7 +210,9 @@ class Connection:
             # All ranks have the board: sockets opened from now on are shut down after a failure.
             self._arrange(topology, place, board, job)
         self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
-        board.interrupt, board.give_up = self._interrupt, self._give_up
+        board.interrupt = self._interrupt
+        # Called in a thread when a rank is gone: ends operations that need all ranks.
+        board.give_up = lambda: shut_down(self._checkpoint_sockets)
         board.trouble = self.groups.error
         print_stacks_on_a_signal()
         are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
@@ -247,13 +243,13 @@ class Connection:
         self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
     ) -> None:
         """Connects the stages of each virtual machine, unless they are connected."""
-        board.name_of = partial(_name_of, topology, self.hosts)
+        board.name_of = lambda rank: topology.name_of(rank, self.hosts[rank])
         known = self._replicas
         if known is None or not known.topology.has_machines_of(topology):
             known = self._connect(topology, place, board, job)
         # A run begins in the order that was asked for, whatever an earlier one has found.
         known.reorder(topology)
-        board.name_of = lambda rank: _name_of(known.topology, self.hosts, rank)
+        board.name_of = lambda rank: known.topology.name_of(rank, self.hosts[rank])
 
     def _num_done(self) -> int:
         return self._channels.num_done if self._channels is not None else 0
@@ -493,7 +489,3 @@ class Connection:
         if self._rings is not None:
             # Lanes may have been opened later.
             shut_down(self._rings.sockets)
-
-    def _give_up(self) -> None:
-        """Interrupts operations that need all ranks; called in a thread when one is gone."""
-        shut_down(self._checkpoint_sockets)

@@ -140,7 +140,9 @@ def _of_map(
     if is_recorded:
         batches = recorded_batch_sampler(batches)
     mine: Any
-    if _is_standard(batches):
+    library = type(batches).__module__.partition(".")[0]
+    # Those of torch and torchdata only group their sampler's indices.
+    if isinstance(batches, BatchSampler) and library in ("torch", "torchdata"):
         part = Part(vm, shares, len(shares) * batches.batch_size, pads, batches.drop_last)
         mine = _BatchSamplerPart(batches.sampler, part, stream)
         if loader.batch_size is not None:
@@ -182,12 +184,6 @@ def _of_stream(
         "batch_sampler": None,
         "batch_size": part.num_items if is_batched else None,
     }
-
-
-def _is_standard(batch_sampler: object) -> bool:
-    """Whether a batch sampler only groups its sampler's indices: it is torch's or torchdata's."""
-    library = type(batch_sampler).__module__.partition(".")[0]
-    return isinstance(batch_sampler, BatchSampler) and library in ("torch", "torchdata")
 
 
 def _is_shared_out_by_user(loader: DataLoader[Any]) -> bool:

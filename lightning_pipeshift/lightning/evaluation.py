@@ -134,7 +134,6 @@ class EvaluationSteps:
         return trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
 
     def _place(self, rest: tuple[Any, ...]) -> tuple[int, int]:
-        """The index of the batch and of its dataloader."""
         batch_idx = rest[0] if rest else self._loop.batch_progress.current.ready - 1
         return batch_idx, rest[1] if len(rest) > 1 else 0
 

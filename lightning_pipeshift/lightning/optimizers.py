@@ -55,15 +55,7 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
         return "clipping by norm needs the norm of all gradients"
     if looks := _who_looks(trainer):
         return f"{looks} may look at all gradients"
-    for optimizer in trainer.optimizers:
-        if type(optimizer) not in BY_PARAMETER:
-            return (
-                f"the optimizer {type(optimizer).__name__} is none of torch.optim's that update"
-                " each parameter by its own gradient only"
-            )
-        if has_step_hooks(optimizer):
-            return "a hook is called before or after each step of the optimizer"
-    return ""
+    return why_state_stays(trainer.optimizers)
 
 
 def why_state_stays(optimizers: Sequence[Optimizer]) -> str:

@@ -205,14 +205,12 @@ class TrainingSteps:
         )
 
     def _log_again(self, report: Report) -> None:
-        """Logs what a step has logged on the last stage."""
         module, pipeline = self._trainer.lightning_module, self._pipeline
         # The logged values are already those of all virtual machines.
         synchronised = False if pipeline.replicas.count > 1 else None
         say_again(report.logs, module.log, module, pipeline.channels.device, synchronised)
 
     def _result_of(self, report: Report) -> Any:
-        """A step's result, for Lightning's loop."""
         if report.loss is None:
             return NO_LOSS
         loss = to_device(report.loss, self._pipeline.channels.device)

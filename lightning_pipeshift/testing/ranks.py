@@ -15,7 +15,6 @@ there is a GPU (see :func:`.workers.start_method`).
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import multiprocessing
 import os
@@ -37,12 +36,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.testing.workers import (
-    RANK_VARIABLES,
-    STACK_SIGNAL,
     added_environment,
+    environment_without_ranks,
     free_port,
+    kill_with_group,
     lead_own_group_and_die_with_parent,
+    rank_variables,
     start_method,
+    write_stacks_to,
     written_stacks,
 )
 
@@ -254,10 +255,7 @@ class _Rank:
     def kill(self) -> None:
         """End the rank and what it started."""
         if self.process.pid is not None and not self.connection.closed:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()  # it may not lead its group yet
-            self.process.join(timeout=LIMIT_SECONDS)
+            kill_with_group(self.process, LIMIT_SECONDS)
         self.connection.close()
 
 
@@ -270,7 +268,8 @@ def _running(job: _Job) -> Iterator[list[_Rank]]:
     try:
         for rank in range(job.world_size):
             ours, theirs = context.Pipe()
-            variables = _clean_environment() | _rank_variables(rank, job.world_size, port) | job.env
+            variables = environment_without_ranks() | rank_variables(rank, job.world_size, port)
+            variables |= job.env
             process = context.Process(target=_rank_main, args=(theirs, rank, variables, job))
             ranks.append(_Rank(rank, process, ours, job))
             # Libraries of a fresh interpreter read some of them when they are imported.
@@ -359,30 +358,6 @@ def _await_exits(ranks: Sequence[_Rank], limit: float) -> None:
         )
 
 
-def _clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-
-
-def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment variables that torchrun sets for a worker, on one host."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"ranks-{port}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 @functools.cache
 def warm_server() -> None:
     """Start the server that ranks are forked from, if they are, and wait until it has imported what
@@ -395,7 +370,7 @@ def warm_server() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
     with added_environment({**FORKED_LATER, "PYTHONPATH": _own_paths(), "OMP_NUM_THREADS": "1"}):
-        process = context.Process(target=_do_nothing)
+        process = context.Process()
         process.start()
         process.join()
 
@@ -413,10 +388,6 @@ def _own_paths() -> str:
     )
 
 
-def _do_nothing() -> None:
-    pass
-
-
 def _rank_main(
     connection: mp_connection.Connection, rank: int, variables: dict[str, str], job: _Job
 ) -> NoReturn:
@@ -425,9 +396,7 @@ def _rank_main(
     lead_own_group_and_die_with_parent()
     _write_output_to(job.output_path(rank))
     with job.stack_path(rank).open("w") as stack_file:
-        faulthandler.enable(file=stack_file, all_threads=True)
-        faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
-        _keep_signal_handlers()
+        write_stacks_to(stack_file)
         os.environ.clear()
         os.environ.update(variables)
 
@@ -436,9 +405,7 @@ def _rank_main(
             value = _call_in_place(job)
             report = {"value": value, "seconds": time.monotonic() - started}
             pickled = pickle.dumps(report)
-        except (
-            BaseException
-        ) as error:  # SystemExit and KeyboardInterrupt are failures of a rank as well
+        except BaseException as error:  # SystemExit is a failure of a rank as well
             report = {
                 "error_type": type(error).__name__,
                 "message": str(error),
@@ -461,23 +428,6 @@ def _rank_main(
         sys.stderr.flush()
         # Whatever the function left behind (threads, loader workers) must not hold up the exit.
         os._exit(1 if "error_type" in report else 0)
-
-
-def _keep_signal_handlers() -> None:
-    """Keeps what faulthandler has installed.
-
-    Lightning puts every signal's handler back when a run ends, and Python knows nothing of those of
-    faulthandler: they would become the default, and the request for stacks would be deadly.
-    """
-    set_handler = signal.signal
-    ours = {STACK_SIGNAL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE}
-
-    def signal_of_others(number: int, handler: Any) -> Any:
-        if number in ours and handler == signal.SIG_DFL:
-            return handler
-        return set_handler(number, handler)
-
-    signal.signal = signal_of_others  # type: ignore[assignment]
 
 
 def _call_in_place(job: _Job) -> Any:
@@ -599,7 +549,7 @@ def _run_to_the_end(
     command: list[str], output_path: Path, timeout: float, env: Mapping[str, str], cwd: Path
 ) -> Launched:
     mark = f"PIPESHIFT_TEST_LAUNCH_{uuid.uuid4().hex}"
-    environment = _clean_environment() | {
+    environment = environment_without_ranks() | {
         mark: "1",
         # For those whose ranks Lightning launches; by itself it takes one of the kernel's, which
         # somebody else may have taken when it is needed.

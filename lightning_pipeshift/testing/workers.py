@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -184,9 +184,8 @@ class Workers:
         if not self._processes:
             self._start()
         port = free_port()
-        own = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         for rank in range(world_size):
-            environment = own | _rank_variables(rank, world_size, port)
+            environment = environment_without_ranks() | rank_variables(rank, world_size, port)
             self._connections[rank].send((environment, call))
         try:
             return self._await(world_size, limit_seconds)
@@ -197,10 +196,7 @@ class Workers:
     def stop(self) -> None:
         """Kills all processes; the next job starts new ones."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # it may not lead its group yet
-            process.join(10.0)
+            kill_with_group(process, 10.0)
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
@@ -376,19 +372,56 @@ def lead_own_group_and_die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+def kill_with_group(process: Any, limit: float) -> None:
+    """Kills a process and what it has started, and waits for its end: ``limit`` seconds at most."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # it may not lead its group yet
+    process.join(limit)
+
+
+def environment_without_ranks() -> dict[str, str]:
+    """This process's environment variables, without those that a launcher has set for it."""
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The environment variables that torchrun sets for a worker, on one host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
         "GROUP_RANK": "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"pipeshift-{port}",
+        "TORCHELASTIC_RUN_ID": f"ranks-{port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def write_stacks_to(file: IO[str]) -> None:
+    """Makes this process write the stacks of its threads when it gets ``STACK_SIGNAL``, or crashes.
+
+    Lightning puts every signal's handler back when a run ends, and Python knows nothing of those of
+    faulthandler: they would become the default, and the request for stacks would be deadly.
+    """
+    faulthandler.enable(file=file, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    set_handler = signal.signal
+    ours = {STACK_SIGNAL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE}
+
+    def signal_of_others(number: int, handler: Any) -> Any:
+        if number in ours and handler == signal.SIG_DFL:
+            return handler
+        return set_handler(number, handler)
+
+    signal.signal = signal_of_others  # type: ignore[assignment]
 
 
 def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder: Path) -> NoReturn:
@@ -399,17 +432,7 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder
     os.dup2(output, 1)
     os.dup2(output, 2)
     stacks = (scratch / f"rank{rank}.stack").open("w")
-    set_handler = signal.signal
-
-    def keep_stack_signal(number: Any, handler: Any) -> Any:
-        # Lightning restores every signal's handler after a run, and Python does not know that of
-        # faulthandler.
-        return handler if number == STACK_SIGNAL else set_handler(number, handler)
-
-    faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-    signal.signal = keep_stack_signal  # type: ignore[assignment]
-
+    write_stacks_to(stacks)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     # Libraries' warnings about tiny models (a size that divides badly, a cache that is off).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from lightning_pipeshift.plan.cost.simulator import Span, Timeline
+from lightning_pipeshift.plan.cost.simulator import Span
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.timeline.recording import (
@@ -36,7 +36,8 @@ def expected(plan: Plan, step: int = 0, num_steps: int = 1) -> Recording | None:
     shift, exposed = 0, 0.0
     if plan.is_asynchronous:
         first = max(len(timeline.rows) for timeline in timelines)
-        begin = _forward_of(timelines[0], first).start
+        forward = Action(Kind.FORWARD, first)
+        begin = next(span.start for span in timelines[0].rows[0] if span.action == forward)
         pace = plan.prediction.step_seconds if plan.prediction is not None else end
         end = begin + num_steps * pace
         shift = step - first
@@ -58,11 +59,6 @@ def expected(plan: Plan, step: int = 0, num_steps: int = 1) -> Recording | None:
 
 # Stands for the end of the step, for which stages that are done wait.
 _AFTER: Final = Action(Kind.RECEIVE_PAYLOAD, 0)
-
-
-def _forward_of(timeline: Timeline, minibatch: int) -> Span:
-    wanted = Action(Kind.FORWARD, minibatch)
-    return next(span for span in timeline.rows[0] if span.action == wanted)
 
 
 def _marks(

@@ -14,17 +14,14 @@ from lightning_pipeshift.timeline.recording import RankRecord, Recording
 
 _FACTOR: Final = 1.3
 """So many times as long as expected is slow, if the others are not as slow themselves."""
+_PATIENCE: Final = 3
+"""For how many recorded steps in a row a rank has to be slow before it is reported."""
 
 
 class SlowRanks:
-    """Compares recorded steps with what was expected of them.
+    """Compares recorded steps with what was expected of them."""
 
-    Args:
-        patience: for how many recorded steps in a row a rank has to be slow before it is reported.
-    """
-
-    def __init__(self, patience: int = 3) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._num_slow: dict[int, int] = {}
 
     def look(self, measured: Recording, expected: Recording | None) -> list[str]:
@@ -53,7 +50,7 @@ class SlowRanks:
             count = self._num_slow[record.rank] = (
                 self._num_slow.get(record.rank, 0) + 1 if is_slow else 0
             )
-            if count == self._patience:
+            if count == _PATIENCE:
                 messages.append(
                     _message(record, ratio, by_place[record.vm, record.stage], measured)
                 )

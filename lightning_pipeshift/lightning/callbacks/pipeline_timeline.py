@@ -167,7 +167,6 @@ class PipelineTimeline(Callback):
         self._gathering.submit(Taken(recorder, place, self._first, self._num_steps, plan, moved))
 
     def _save_outcomes(self, pipeline: Any) -> None:
-        """Writes the file of decisions, if there are new ones."""
         found = list(pipeline.planning.decisions.changes)
         if found != self._saved and pipeline.replicas.rank == 0:
             self._saved = found

@@ -174,7 +174,6 @@ def allow_beside_precision(connector: Any = None) -> bool:
 
 
 def _make_and_wrap(connector: Any, plugin: MemoryCompression) -> MemoryCompression:
-    """Makes the precision plugin as Lightning does, and wraps it."""
     # It has had its turn: from here on the object is as Lightning made it.
     plugin._wrap(make_precision(connector))
     return plugin

@@ -155,7 +155,8 @@ class StagePass(PlaceholderListener):
     order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.trace is not None and self.trace.replaces and not self._is_alone:
+        has_all_layers = self.is_last and not self.layers.start
+        if self.trace is not None and self.trace.replaces and not has_all_layers:
             raise LayerError(
                 f"The layer {self.trace.replaces!r} is called with other tensors in the place of"
                 " its parameters (`torch.func.functional_call`, for example): these are computed"
@@ -232,11 +233,6 @@ class StagePass(PlaceholderListener):
             self.outgoing[value], self.edges[value] = tensor.detach(), _edge(handed_out)
 
     @property
-    def _is_alone(self) -> bool:
-        """Whether this stage has all layers."""
-        return self.is_last and not self.layers.start
-
-    @property
     def layer_under_way(self) -> str:
         """The name of the layer that is running, forward or backward, or that ran last."""
         return self._where.layer
@@ -262,7 +258,8 @@ class StagePass(PlaceholderListener):
                 self.result = step()
                 if self._code is not None:
                     self._code.end(leaves_of(self.result))
-            if not self.is_last and self._calls_more:
+            calls_more = self.trace is not None and self._position < len(self.trace.flow.calls)
+            if not self.is_last and calls_more:
                 if self._position or self.result is not None:
                     raise LayerError(
                         "The step ended before it called the layers of the later stages. The step "
@@ -294,10 +291,6 @@ class StagePass(PlaceholderListener):
             if value not in self.outgoing:
                 empty = torch.zeros(spec.shape, dtype=dtype_named(spec.dtype), device=self.device)
                 self.outgoing[value], self.edges[value] = empty, None
-
-    @property
-    def _calls_more(self) -> bool:
-        return self.trace is not None and self._position < len(self.trace.flow.calls)
 
     def _hooks(self) -> AbstractContextManager[Any]:
         return self._saves.watched() if self._trains and self._looks_at_saved else nullcontext()
@@ -438,7 +431,6 @@ class StagePass(PlaceholderListener):
         return is_parameter and torch.is_grad_enabled()
 
     def _marked(self, result: Any) -> Any:
-        """Marks tensors as dependent on a layer."""
         for tensor in tensors_of(result):
             if not isinstance(tensor, Placeholder):
                 setattr(tensor, _MARK, self._mark)
@@ -632,7 +624,7 @@ class StagePass(PlaceholderListener):
         if self._ended:
             # A part of the pass is recomputed. The code that does so has restored the generators to
             # their state at its start, and that state identifies the position.
-            place = self._places.get(self.streams.seed_in_force())
+            place = self._places.get(torch.default_generator.initial_seed())
             if place is None:
                 return
             self._place = place
@@ -704,14 +696,12 @@ class StagePass(PlaceholderListener):
         return output
 
     def _enter(self, gate: Gate, position: int) -> None:
-        """Called when a layer starts."""
         self._begun_at[position] = self._place
         self.enter_scope()
         self.shared.enter_layer(gate.index, is_again=self._ended)
         self._where.layer = gate.name
 
     def _leave(self) -> None:
-        """Called when a layer ends."""
         self.shared.leave_layer()
         self.leave_scope()
 
@@ -719,7 +709,7 @@ class StagePass(PlaceholderListener):
         self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         # A model with its own activation checkpointing handles saved tensors itself.
-        if self._is_saved_plainly():
+        if torch.is_grad_enabled() and are_alone():
             if self.memory is not None:
                 self.memory.before_layer(gate.index)
             output = self._under_hooks(gate, position, args, kwargs)
@@ -747,10 +737,6 @@ class StagePass(PlaceholderListener):
         if self._looks_at_saved:
             return LayerCall(gate, args, kwargs, table, observer).run()
         return gate.run(*args, **kwargs)
-
-    def _is_saved_plainly(self) -> bool:
-        """Whether autograd saves tensors for the backward without hooks."""
-        return torch.is_grad_enabled() and are_alone()
 
     def _draw_again(self, gate: Gate, position: int) -> None:
         self.streams.begin(*self.key)

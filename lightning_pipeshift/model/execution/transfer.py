@@ -71,11 +71,11 @@ class Fetch:
         return self._rebuild(self._leaves)
 
 
-def to_host(tree: Any, is_kept: bool = True) -> Any:
+def to_host(tree: Any) -> Any:
     """A structure with its tensors in host memory, detached: see :class:`Fetch`. Waits at most
     once.
     """
-    return Fetch(tree, is_kept).wait()
+    return Fetch(tree).wait()
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

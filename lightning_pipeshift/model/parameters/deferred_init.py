@@ -400,7 +400,7 @@ class _Operations(OperationMode):
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         deferred, kwargs = self._deferred, dict(kwargs)
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not tensors and _names_device(func):
+        if not tensors and any(x.name == "device" for x in schema_of(func).arguments):
             kwargs["device"] = _META
             kwargs.pop("pin_memory", None)
         elif not any(map(deferred.knows, tensors)):
@@ -454,10 +454,6 @@ class _Operations(OperationMode):
 
     def _recorded(self, tensor: Tensor) -> Any:
         return _view_of(tensor) if tensor.is_meta else _Real(tensor, version_of(tensor))
-
-
-def _names_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in schema_of(func).arguments)
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -288,7 +288,9 @@ def _without_values(
         raise _reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
         if not isinstance(written, RemoteTensor):
-            _note_writing(written, computed_from, func)
+            if not _writes.under_way:
+                raise LayerError(_cannot_be_written(computed_from, _short(func)))
+            _writes.under_way[-1].append((written, computed_from, _short(func)))
         elif not written._home.is_the_models:
             written._home.computed_from = computed_from
     is_view = any(a.alias_info and not a.alias_info.is_write for a in schema_of(func).arguments)
@@ -420,12 +422,6 @@ class _Writing(threading.local):
 
 
 _writes = _Writing()
-
-
-def _note_writing(tensor: Tensor, computed_from: frozenset[str], func: Any) -> None:
-    if not _writes.under_way:
-        raise LayerError(_cannot_be_written(computed_from, _short(func)))
-    _writes.under_way[-1].append((tensor, computed_from, _short(func)))
 
 
 def _send_away(tensor: Tensor, computed_from: frozenset[str], function: str) -> None:

@@ -82,8 +82,6 @@ class Codec(Protocol):
 
     name: str
     """Its name for the user."""
-    is_lossless: bool
-    """Whether decoding returns the same bits."""
 
     def encode(self, flat: Tensor) -> Encoded:
         """Encodes a contiguous vector of any type, which may be empty."""
@@ -91,10 +89,6 @@ class Codec(Protocol):
 
     def decode(self, encoded: Encoded) -> Tensor:
         """The tensor, in new memory on the device that its parts are on."""
-        ...
-
-    def largest_error(self, flat: Tensor) -> float:
-        """The largest possible error of any decoded element. Waits for the device, if lossy."""
         ...
 
 
@@ -131,7 +125,6 @@ class _Lossless:
     """
 
     name = "lossless"
-    is_lossless = True
 
     def encode(self, flat: Tensor) -> Encoded:
         flat = _written_out(flat)
@@ -180,9 +173,6 @@ class _Lossless:
             words[span].scatter_(0, places, rest[begin:end])
         return flat
 
-    def largest_error(self, flat: Tensor) -> float:
-        return 0.0
-
 
 class _EightBit:
     """Blocks of elements, each element as a share of the largest magnitude in its block.
@@ -207,7 +197,6 @@ class _EightBit:
     """
 
     name = "8bit"
-    is_lossless = False
 
     def encode(self, flat: Tensor) -> Encoded:
         flat = _written_out(flat)
@@ -238,17 +227,6 @@ class _EightBit:
             share = codes[span].view(blocks.stop - blocks.start, -1).to(scales.dtype).div_(127)
             flat[span] = share.mul_(scales[blocks].unsqueeze(1)).view(-1)
         return flat
-
-    def largest_error(self, flat: Tensor) -> float:
-        """The bound in the class's docstring; infinite if a block would be decoded as nan."""
-        if not _has_blocks(flat):
-            return 0.0
-        largest = float(torch.maximum(flat.amax(), flat.amin().neg()))
-        if not math.isfinite(largest):
-            return 0.0 if may_look_at(flat) else math.inf
-        kind, wide = torch.finfo(flat.dtype), torch.finfo(_wide(flat.dtype))
-        above_zero = kind.smallest_normal * kind.eps
-        return largest * (1 / 254 + 3 * wide.eps + kind.eps / 2) + above_zero
 
 
 def _raw(flat: Tensor) -> Encoded:
@@ -292,7 +270,6 @@ def _packed(is_set: Tensor) -> Tensor:
 
 
 def _unpacked(bits: Tensor, span: slice) -> Tensor:
-    """The booleans of a span."""
     # Each byte eight times; bit i of the i-th copy is the value.
     picked = bits.to(torch.int64).mul_(_REPEATS).bitwise_and_(_PICKS)
     return _are_set(picked.view(torch.uint8)[: span.stop - span.start])

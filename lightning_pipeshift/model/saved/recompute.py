@@ -159,7 +159,11 @@ class RecomputedRegion(LayerCall):
             if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
         }
         if gate.writes_to_buffers is None:
-            gate.writes_to_buffers = _keeps_statistics(gate.layer)
+            # Their kernels write to buffers without raising the version counter.
+            gate.writes_to_buffers = any(
+                isinstance(module, NormBase) and module.track_running_stats
+                for module in gate.layer.modules()
+            )
         self._buffers = _BuffersBefore(self._slots) if gate.writes_to_buffers else None
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
@@ -170,7 +174,9 @@ class RecomputedRegion(LayerCall):
         """Runs the layer for the first time."""
         versions = None
         if self._buffers is None:
-            versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
+            versions = [
+                (slot, slot.get(), _version(slot.get())) for slot in self._slots if slot.is_buffer
+            ]
         with self._results or nullcontext():
             output = super().run()
         self._note_makers()
@@ -195,9 +201,6 @@ class RecomputedRegion(LayerCall):
             known[names] = frozenset(found)
         elif found != known[names]:
             del known[names]
-
-    def _buffer_slots(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.is_buffer]
 
     def _save(self, tensor: Tensor, number: int) -> Saved:
         # The mode need not see what is done with a tensor in order to save it.
@@ -401,13 +404,6 @@ class _BuffersBefore:
         """Context in which the layer has these buffers, and does not change its own."""
         with substituted(self._slots, {id(slot.get()): value for slot, value in self._values}):
             yield
-
-
-def _keeps_statistics(layer: nn.Module) -> bool:
-    # Their kernels write to buffers without raising the version counter.
-    return any(
-        isinstance(module, NormBase) and module.track_running_stats for module in layer.modules()
-    )
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -229,22 +229,19 @@ class Saved:
             self._reference.keeper.fetch(self._reference.block)
         tensor = self.tensor
         assert tensor is not None
-        self.require_unwritten(tensor)
+        if not self.is_unwritten:
+            # As autograd itself does.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an"
+                f" inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version"
+                f" {version_of(self._witness)}; expected version {self._version} instead."
+            )
         return tensor
 
     @property
     def is_unwritten(self) -> bool:
         """Whether the tensor has not been written to since it was saved."""
         return version_of(self._witness) == self._version
-
-    def require_unwritten(self, tensor: Tensor) -> None:
-        """Raises autograd's own error if the tensor has been written to since it was saved."""
-        if not self.is_unwritten:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an"
-                f" inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version"
-                f" {version_of(self._witness)}; expected version {self._version} instead."
-            )
 
 
 class SavedTable:
@@ -329,7 +326,9 @@ class SavedTable:
     ) -> T:
         """Calls ``use`` with a reference to a tensor's block; counts a new block."""
         keeper = self._keeper
-        if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
+        # The flags of a conjugate or negative have no effect on the memory.
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if keeper is None or tensor.layout is not torch.strided or is_lazy:
             return use(None)
         address = address_of(tensor)
         if not address or self.is_there_anyway(tensor, resident):
@@ -374,11 +373,6 @@ class Observer:
         was swapped): then others may get the address."""
         self.num_bytes = 0
         """Of all tensors that have been recorded."""
-
-    @property
-    def bytes_of_layers(self) -> dict[int, int]:
-        """The bytes that each layer saves."""
-        return {layer: sum(t.num_bytes for t in found) for layer, found in self.of_layers.items()}
 
     @contextmanager
     def around(

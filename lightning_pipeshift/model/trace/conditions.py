@@ -270,13 +270,12 @@ class Watch:
         names = [str(source.name) for source in sources if source.owner == "module"]
         if UNKNOWN in sources:
             self.branch()
-        elif not self._is_open or not any(map(self._is_changed, names)):
+        elif not self._is_open or all(
+            self._attributes.get(name) is self._begin[name] for name in names
+        ):
             self.conditions[condition] = outcome
             # The trace is chosen before the step begins.
             self._uses |= dict.fromkeys(names, -1)
-
-    def _is_changed(self, name: str) -> bool:
-        return self._attributes.get(name) is not self._begin[name]
 
     def use(self, value: Any) -> None:
         """Takes note of what a value, or a structure of values, is computed from."""

@@ -326,14 +326,9 @@ def _plain(leaf: Any, indexing: bool) -> Any:
 def _needs_values(error: Exception, func: Any) -> bool:
     return (
         isinstance(error, NotImplementedError)
-        or _reads_values(func)
+        or torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
         or "meta" in str(error).lower()
-    )
-
-
-def _reads_values(func: Any) -> bool:
-    return (
-        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )
 
 

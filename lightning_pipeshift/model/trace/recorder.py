@@ -372,7 +372,10 @@ class _Recorder(PlaceholderListener):
         if not is_known_everywhere(name):
             for tensor in given:
                 if id(tensor) in self._parameter_ids:
-                    self._touch(tensor)
+                    if self.inside is None:
+                        self.touched.setdefault(id(tensor), set())
+                    elif id(tensor) not in self.inside.own:
+                        self.touched.setdefault(id(tensor), set()).add(self.inside.gate.index)
         if self.inside is not None or kind is OperationKind.QUESTION or is_transformed():
             return self._drawing(function, args, kwargs)
         if kind is OperationKind.READ:
@@ -736,7 +739,6 @@ class _Recorder(PlaceholderListener):
             return run_made_up(gate, slots, args, kwargs, self._device, error)
 
     def _count(self, gate: Gate) -> int:
-        """Counts the calls of the layer so far."""
         self._ranks.setdefault(gate.index, len(self._ranks))
         return sum(earlier.layer == gate.index for earlier in self.calls)
 
@@ -927,12 +929,6 @@ class _Recorder(PlaceholderListener):
                     values = self._values.current_all(leaf.origin.values)
                     self.tail |= values
                     self._eager |= values
-
-    def _touch(self, parameter: Tensor) -> None:
-        if self.inside is None:
-            self.touched.setdefault(id(parameter), set())
-        elif id(parameter) not in self.inside.own:
-            self.touched.setdefault(id(parameter), set()).add(self.inside.gate.index)
 
     # --- the end ---
 

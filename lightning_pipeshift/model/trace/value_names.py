@@ -117,17 +117,12 @@ class ValueNames:
         """Renames the values of a memory that an operation has written to; returns their new names
         by the old ones.
         """
-        renames = {}
+        renames: dict[Value, Value] = {}
         for number, (first, reference) in enumerate(memory.members.items()):
             if reference() is None and first != memory.base:
                 continue
-            old = self.current(first)
             new = Value(layer, key[0], _FIRST_ALIAS + number, key[1])
-            renames[old] = new
-            self._now[first] = new
-            self.roots[new] = old
-            self.memory_of[new] = memory
-            self.rewritten.add(old)
+            self._rename(first, new, memory, renames)
         if memory.base is not None and layer > memory.base.layer:
             memory.last_written_on = max(memory.last_written_on, layer)
         return renames
@@ -162,14 +157,19 @@ class ValueNames:
                     writes[number] = value
             for first in list(memory.members):
                 if first not in writes.values():
-                    old = self.current(first)
                     number = _FIRST_ALIAS + 500 + len(renames)
                     new = Value(layer, key[0], number, key[1])
-                    renames[old] = new
-                    self._now[first] = new
-                    self.roots[new] = old
-                    self.memory_of[new] = memory
-                    self.rewritten.add(old)
+                    self._rename(first, new, memory, renames)
+
+    def _rename(
+        self, first: Value, new: Value, memory: Memory, renames: dict[Value, Value]
+    ) -> None:
+        old = self.current(first)
+        renames[old] = new
+        self._now[first] = new
+        self.roots[new] = old
+        self.memory_of[new] = memory
+        self.rewritten.add(old)
 
     def given_memory(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor that every stage has, if user code has written one stage's values

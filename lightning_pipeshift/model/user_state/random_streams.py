@@ -150,11 +150,6 @@ class RandomStreams:
         """
         self._bases[-1] = stream_seed(*key)
 
-    @staticmethod
-    def seed_in_force() -> int:
-        """The last seed of the generators, also after user code has restored a state."""
-        return torch.default_generator.initial_seed()
-
     def go_to(self, position: Position, host: bool | None = True) -> int:
         """Inside :meth:`switched`: makes later draws come from the stream of a position in the
         pass.

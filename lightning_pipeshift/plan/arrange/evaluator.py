@@ -194,7 +194,6 @@ class Evaluator:
     def _solved(
         self, placed: Candidate, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
     ) -> Cuts:
-        """The solvers' cuts."""
         unhindered = [None] * len(placed.workloads)
         return tuple(
             self._cut(vm, workload, per_byte, careful)

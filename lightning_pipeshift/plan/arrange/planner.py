@@ -370,7 +370,6 @@ class _Planner:
                 yield tuple(order)
 
     def _problem(self, placed: Candidate, vm: int, order: Order) -> Problem:
-        """The problem of a virtual machine with an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
         request = self._request

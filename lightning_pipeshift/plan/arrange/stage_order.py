@@ -256,12 +256,10 @@ def _climbed(
 
 
 def _runs(alike: Sequence[int]) -> list[int]:
-    """The start of each run of equal names."""
     return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
 
 
 def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order:
-    """The order with two of its runs swapped."""
     pieces = [order[a:b] for a, b in pairwise([*begins, len(order)])]
     pieces[one], pieces[other] = pieces[other], pieces[one]
     return tuple(rank for piece in pieces for rank in piece)

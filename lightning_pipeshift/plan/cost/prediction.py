@@ -270,7 +270,6 @@ def _bounds(cut: Cut) -> list[tuple[int, int]]:
 
 
 def _last_backwards(timeline: Timeline) -> list[float]:
-    """The end of each stage's last backward."""
     return [
         max(
             (span.end for span in row if span.action.kind is Kind.BACKWARD),

@@ -444,7 +444,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _names(names: Sequence[str], most: int = 8) -> str:
-    """The names, shortened if there are many."""
     if not names:
         return "none"
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -43,9 +43,15 @@ def draw(plan: Plan) -> str:
         _GRID_WIDTH,
     )
 
-    lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
+    split = count_text(plan.microbatches, "microbatch", "microbatches")
+    lines = [
+        f"PipeShift plan: {count_text(len(plan.layers), 'layer')}, schedule {plan.schedule}, "
+        + ("minibatches not split" if plan.is_asynchronous else split),
+        _prediction(plan, step_seconds) if measured else _NOT_MEASURED,
+    ]
     for vms, timeline in timelines.items():
-        lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
+        title = f"── {_machine_names(vms)} ".ljust(_WIDTH, "─")
+        lines += ["", title, *_stage_table(plan, vms[0]), ""]
         # Steps end together; of minibatches there are always more.
         end_seconds = timeline.end_seconds if plan.is_asynchronous else step_seconds
         for stage, row in enumerate(timeline.rows):
@@ -56,18 +62,6 @@ def draw(plan: Plan) -> str:
     lines += _lanes(plan)
     lines += ["", *legend(plan.is_asynchronous, any(plan.recompute))]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _headline(plan: Plan) -> str:
-    return "PipeShift plan: " + ", ".join(
-        [
-            count_text(len(plan.layers), "layer"),
-            f"schedule {plan.schedule}",
-            "minibatches not split"
-            if plan.is_asynchronous
-            else count_text(plan.microbatches, "microbatch", "microbatches"),
-        ]
-    )
 
 
 def _prediction(plan: Plan, step_seconds: float) -> str:
@@ -122,7 +116,8 @@ def _swaps(plan: Plan, vm: int) -> list[str]:
             tensors = count_text(sum(len(swap.tensors) for swap in swaps), "tensor")
             layers = count_text(len({swap.layer for swap in swaps}), "layer")
             parts.append(f"{tensors} of {layers} to {to}")
-        lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
+        line = f"{stage:>5}  swaps {'; '.join(parts)}"
+        lines.append(line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…")
     lines += _state_on_host(plan, vm)
     return ["", *lines] if lines else []
 
@@ -147,10 +142,6 @@ def _lanes(plan: Plan) -> list[str]:
     """The part of all gradient bytes that each lane carries."""
     shares = ", ".join(f"{share:.1%}" for share in plan.lane_shares)
     return ["", f"gradient lanes, the most urgent first: {shares} of the bytes"] if shares else []
-
-
-def _shortened_end(line: str) -> str:
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
 
 
 def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
@@ -202,7 +193,3 @@ def _shortened(name: str, width: int) -> str:
 def _bar(share: float) -> str:
     full, rest = divmod(round(share * _BAR_WIDTH * 8), 8)
     return ("█" * full + _EIGHTHS[rest])[:_BAR_WIDTH].ljust(_BAR_WIDTH)
-
-
-def _rule(title: str) -> str:
-    return f"── {title} ".ljust(_WIDTH, "─")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from types import MappingProxyType
@@ -78,7 +78,8 @@ def completed(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster, lis
 
 def _estimate(profile: Profile, kind: str) -> tuple[KindProfile, str]:
     known = gpus().get(_key(kind))
-    measured = next(_measured_gpus(profile), None)
+    found = ((kind, gpus().get(_key(kind))) for kind in profile.kinds)
+    measured = next(((kind, gpu) for kind, gpu in found if gpu is not None), None)
     if known is None or measured is None:
         missing = (
             f"{kind!r} is not in the table of known GPUs:"
@@ -100,9 +101,3 @@ def _estimate(profile: Profile, kind: str) -> tuple[KindProfile, str]:
         " TFLOPS). Give the device a measured kind and a `speed` if you know better."
     )
     return scaled(profile.kinds[name], factor), text
-
-
-def _measured_gpus(profile: Profile) -> Iterator[tuple[str, Gpu]]:
-    for kind in profile.kinds:
-        if (gpu := gpus().get(_key(kind))) is not None:
-            yield kind, gpu

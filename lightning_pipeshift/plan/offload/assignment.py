@@ -126,7 +126,6 @@ class Assignments:
         return replace(self.cut, recompute=self.cut.recompute | again)
 
     def _parts_of(self, assigned: Assigned) -> dict[int, _Part]:
-        """The part of each layer."""
         by_tensor = sorted(assigned.items(), key=itemgetter(0))
         by_layer = itertools.groupby(by_tensor, lambda item: item[0][0])
         return {layer: self._part(layer, tuple(ways)) for layer, ways in by_layer}
@@ -158,7 +157,6 @@ class Assignments:
         return self._parts[layer, ways]
 
     def _seconds(self, key: Tensor, way: Lenders) -> float:
-        """The seconds of a tensor's transfer."""
         stage, size, links = self.owner[key[0]], self.sizes[key], self.problem.links
         if not way:
             return links.seconds(stage, HOST, size)

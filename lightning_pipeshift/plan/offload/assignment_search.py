@@ -382,10 +382,13 @@ class Search:
         """
         groups = self._groups[stage]
         alike: dict[tuple[object, ...], list[int]] = {}
+        noise = math.log(self._effort.alike)
         for layer, keys in sorted(groups.items()):
             seconds = float(self._problem.workload.forward[stage, layer])
+            # Equal for times that differ by measurement noise only.
+            roughly = round(math.log(seconds) / noise) if seconds > 0 else None
             state = tuple((self._sizes[key], now.get(key, "keep")) for key in keys)
-            alike.setdefault((state, _roughly(seconds, self._effort.alike)), []).append(layer)
+            alike.setdefault((state, roughly), []).append(layer)
         for layer in itertools.chain(*(sorted({each[0], each[-1]}) for each in alike.values())):
             parts: Groups = [groups[layer]]
             if one_by_one:
@@ -419,8 +422,3 @@ def _rate(before: Score, after: Score) -> float:
     """The seconds that a change costs for each freed byte; infinite if it frees none."""
     gain = before.excess_bytes - after.excess_bytes
     return max(0.0, after.seconds - before.seconds) / gain if gain > 0 else math.inf
-
-
-def _roughly(seconds: float, alike: float) -> int | None:
-    """A key that is equal for times that differ by measurement noise only."""
-    return round(math.log(seconds) / math.log(alike)) if seconds > 0 else None

@@ -18,7 +18,7 @@ from __future__ import annotations
 from lightning_pipeshift.errors import PlanError
 
 
-def cut_over(current: int, announcer: int, first_affected: int, after: int = -1) -> int:
+def cut_over(current: int, announcer: int, first_affected: int) -> int:
     """The first minibatch that runs under another placement.
 
     Args:
@@ -27,7 +27,6 @@ def cut_over(current: int, announcer: int, first_affected: int, after: int = -1)
         announcer: the stage that announces the change; for a single move, the old owner.
         first_affected: the lowest stage whose layers change; for a single move, the lower one of
             the old and the new owner.
-        after: the cut-over of the last change that was announced before; -1 if there was none.
 
     Raises:
         PlanError: there is no such minibatch or stage.
@@ -37,7 +36,7 @@ def cut_over(current: int, announcer: int, first_affected: int, after: int = -1)
             f"a change announced after minibatch {current} by stage {announcer}, from stage "
             f"{first_affected} on; all of them are counted from 0"
         )
-    return max(current + 1 + max(0, announcer - first_affected), after + 1)
+    return current + 1 + max(0, announcer - first_affected)
 
 
 def backward_before(minibatch: int, stage: int, num_stages: int) -> int:

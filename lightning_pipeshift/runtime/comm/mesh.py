@@ -140,7 +140,6 @@ def _own_address(rank: int, address: str, port: int) -> str:
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface."""
     try:
         import fcntl
 

@@ -129,7 +129,8 @@ class GradientGroup:
                 if gradient is None:
                     part.zero_()
                 else:
-                    part.view(parameter.shape).copy_(_dense(gradient))
+                    # The same tensor, unless it is sparse.
+                    part.view(parameter.shape).copy_(gradient.to_dense())
             if num_counts:
                 flags = [float(place in self._present) for place in self.places]
                 buffer[length:] = torch.tensor(flags, dtype=dtype)
@@ -409,7 +410,3 @@ class _Collective:
 def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     sizes = [parameter.numel() for parameter in parameters]
     return list(buffer[: sum(sizes)].split(sizes))
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()

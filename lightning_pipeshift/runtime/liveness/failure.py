@@ -57,17 +57,11 @@ class FailureBoard:
         mesh: connects it with the others, see
             :func:`~lightning_pipeshift.runtime.comm.mesh.connect_all`.
         timeout: after how many seconds of silence a rank is gone.
-        name_of: a rank's name in words.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        mesh: Mesh,
-        timeout: float = HEARTBEAT_SECONDS,
-        name_of: Callable[[int], str] = "rank {}".format,
-    ) -> None:
-        self.name_of = name_of
+    def __init__(self, rank: int, mesh: Mesh, timeout: float = HEARTBEAT_SECONDS) -> None:
+        self.name_of: Callable[[int], str] = "rank {}".format
+        """A rank's name in words."""
         self.waits: tuple[int | None, float] | None = None
         """The rank that this rank's own thread waits for (``None``: several), and since when."""
         self.interrupt: Callable[[], None] = lambda: None

@@ -176,7 +176,7 @@ class ActivationStore(ActionListener):
         self._forwards: list[int] = []
         self._backward_at: dict[int, int] = {}
         self._forward_bytes = 0
-        self._has_said: set[str] = set()
+        self._has_said = False
         self._begun = 0.0
         # The longest action so far.
         self._longest_seconds = 0.0
@@ -231,7 +231,9 @@ class ActivationStore(ActionListener):
             if action.kind is Kind.BACKWARD:
                 self._bury()
                 self._in_backward, self._lowest_layer = action.microbatch, math.inf
-                self._stay(action.microbatch)
+                # What has not been offloaded yet stays on the device.
+                for block in self._blocks.get(action.microbatch, ()):
+                    self._let_stay(block)
         self.advance()
 
     def end_action(self, action: Action) -> None:
@@ -283,12 +285,12 @@ class ActivationStore(ActionListener):
         for block, name in new:
             places = self._orders.places.get(name)
             is_here = block.state is _Is.HERE and block.is_in_use
-            if places and is_here and not self._sent(block, places):
-                self._say_once(
-                    "room",
+            if places and is_here and not self._sent(block, places) and not self._has_said:
+                self._has_said = True
+                self._say(
                     f"{self._orders.where} keeps tensors of layer {self._name(block.layer)!r} "
                     "that were to be offloaded: there is no free memory at their targets. Raise "
-                    "`host_budget`, or the budget of the stages with free memory.",
+                    "`host_budget`, or the budget of the stages with free memory."
                 )
 
     def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> _Block:
@@ -565,11 +567,6 @@ class ActivationStore(ActionListener):
                 num_bytes=block.num_bytes,
             )
 
-    def _stay(self, microbatch: int) -> None:
-        """Keeps those blocks of a microbatch on the device that have not been offloaded yet."""
-        for block in self._blocks.get(microbatch, ()):
-            self._let_stay(block)
-
     def _let_stay(self, block: _Block) -> None:
         if block.state is _Is.LEAVING and block.offloaded is not None:
             block.offloaded.forget()
@@ -688,8 +685,3 @@ class ActivationStore(ActionListener):
             f"{_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would "
             "smaller microbatches, or more host memory (`host_budget`)."
         )
-
-    def _say_once(self, what: str, message: str) -> None:
-        if what not in self._has_said:
-            self._has_said.add(what)
-            self._say(message)

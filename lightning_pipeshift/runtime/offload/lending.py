@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
     copy,
     opened,
 )
-from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock, claim_all
+from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
 
 # The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
 # returned blocks travel in opposite directions on the second. On the third, lenders answer
@@ -420,8 +420,13 @@ class RemoteTarget:
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
         """See :class:`~lightning_pipeshift.runtime.offload.targets.OffloadTarget`."""
-        has_room = claim_all(self.sizes(memory.nbytes))
-        return _RemoteBlock(self, memory, done) if has_room else None
+        sizes = self.sizes(memory.nbytes)
+        for index, (borrower, size) in enumerate(sizes):
+            if not borrower.claim(size):
+                for other, claimed in sizes[:index]:
+                    other.unclaim(claimed)
+                return None
+        return _RemoteBlock(self, memory, done)
 
 
 class _RemoteBlock:

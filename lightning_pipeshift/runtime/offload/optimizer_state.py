@@ -161,7 +161,14 @@ class OptimizerStates:
 
     def close(self) -> None:
         """Called at the end of the run; what is in host memory remains there."""
-        self._uninstall()
+        for optimizer, mine, earlier in self._steps:
+            # A scheduler may have wrapped it since; without layers it does nothing of its own.
+            if vars(optimizer).get("step") is mine:
+                if earlier is None:
+                    del optimizer.step
+                else:
+                    optimizer.step = earlier  # type: ignore[method-assign]
+        self._steps = []
         self._layers = {}
 
     # --- the optimizer ---
@@ -180,16 +187,6 @@ class OptimizerStates:
         mine = MethodType(step, optimizer)
         optimizer.step = mine  # type: ignore[method-assign]
         self._steps.append((optimizer, mine, earlier))
-
-    def _uninstall(self) -> None:
-        for optimizer, mine, earlier in self._steps:
-            # A scheduler may have wrapped it since; without layers it does nothing of its own.
-            if vars(optimizer).get("step") is mine:
-                if earlier is None:
-                    del optimizer.step
-                else:
-                    optimizer.step = earlier  # type: ignore[method-assign]
-        self._steps = []
 
     def step(
         self, optimizer: Optimizer, plain: Callable[..., Any], closure: Any = None, **kwargs: Any

@@ -157,7 +157,7 @@ class StageMemory:
         return self.memory
 
     def _on_host(self) -> LocalTarget:
-        return LocalTarget([self._host], self._copier, codec=self._codec)
+        return LocalTarget(self._host, self._copier, self._codec)
 
     def _bandwidth(self) -> float:
         """Measures the bandwidth to the host and back, the lower of the two, with copies in both

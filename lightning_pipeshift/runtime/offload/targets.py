@@ -1,14 +1,8 @@
-"""Offload targets for saved tensors: here the host, or GPUs that this process copies to. Targets on
-other ranks are in :mod:`lending`.
-
-CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
-of the links to the devices that take it, and a table has the location of each block.
-"""
+"""Offload targets for saved tensors: here the host; other ranks are in :mod:`lending`."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
-from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
     Copier,
@@ -99,83 +92,46 @@ class Coding:
         memory.copy_(self._codec.decode(self._encoded.with_parts(parts)))
 
 
-class _Claimable(Protocol):
-    """Memory that can be reserved."""
-
-    def claim(self, num_bytes: int) -> bool:
-        """Reserves ``num_bytes``; returns whether that was possible."""
-
-    def unclaim(self, num_bytes: int) -> None:
-        """Undoes :meth:`claim`."""
-
-
-def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
-    """Reserves memory for all parts of a block, or for none; returns whether it did."""
-    for index, (memory, size) in enumerate(parts):
-        if not memory.claim(size):
-            for other, claimed in parts[:index]:
-                other.unclaim(claimed)
-            return False
-    return True
-
-
 class LocalTarget:
-    """Memory that this process can copy to: the host's, or that of other GPUs.
+    """Memory that this process can copy to: the host's.
 
     Args:
-        pools: buffer pools, each of which takes a part of every block.
-        shares: the relative sizes of these parts.
+        pool: its buffers.
         copier: makes the copies.
         codec: compresses blocks for the transfer.
     """
 
-    def __init__(
-        self,
-        pools: Sequence[BufferPool],
-        copier: Copier,
-        shares: Sequence[float] = (),
-        codec: Codec | None = None,
-    ) -> None:
-        self.pools = tuple(pools)
+    def __init__(self, pool: BufferPool, copier: Copier, codec: Codec | None = None) -> None:
+        self.pool = pool
         self.copier = copier
         self.codec = codec
-        self._split = Swap(0, (0,), tuple(range(len(self.pools))), tuple(shares))
-
-    def sizes(self, num_bytes: int) -> list[tuple[BufferPool, int]]:
-        """The number of a block's bytes for each buffer pool."""
-        return [(self.pools[index], size) for index, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
         """See :class:`OffloadTarget`."""
-        has_room = claim_all(self.sizes(memory.nbytes))
-        return _LocalBlock(self, memory, done) if has_room else None
+        return _LocalBlock(self, memory, done) if self.pool.claim(memory.nbytes) else None
 
 
 class _LocalBlock:
     def __init__(self, place: LocalTarget, memory: Tensor, done: Done) -> None:
         self._place = place
         self._coding = Coding(place.codec)
-        self._buffers: list[tuple[BufferPool, Tensor]] = []
+        self._buffers: list[Tensor] = []
         self._coming: Copy | None = None
         self._is_forgotten = False
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
-        place = self._place
-        claimed = {id(pool): size for pool, size in place.sizes(memory.nbytes)}
+        pool, left_over = self._place.pool, memory.nbytes
         # A thread that is behind has less to do, unless a fetch waits for it.
         is_needed = not self._is_forgotten or self._coming is not None
         encoded = self._coding.encode(memory) if is_needed else []
         for flat in encoded:
-            sizes = place.sizes(flat.numel())
-            for (pool, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
-                buffer = pool.take(size)
-                buffer.copy_(block, non_blocking=True)
-                self._buffers.append((pool, buffer))
-                claimed[id(pool)] -= size
+            buffer = pool.take(flat.numel())
+            buffer.copy_(flat, non_blocking=True)
+            self._buffers.append(buffer)
+            left_over -= flat.numel()
         # The encoded block is smaller than the reserved buffer.
-        for pool in place.pools:
-            pool.unclaim(claimed.get(id(pool), 0))
+        pool.unclaim(left_over)
 
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
         """See :class:`OffloadedBlock`."""
@@ -183,13 +139,8 @@ class _LocalBlock:
         return self._coming
 
     def _come(self, memory: Tensor) -> None:
-        self._coding.decode(memory, partial(self._collect, iter(self._buffers)))
-
-    def _collect(self, buffers: Iterable[tuple[BufferPool, Tensor]], flat: Tensor) -> None:
-        begin = 0
-        for _, buffer in itertools.islice(buffers, len(self._place.sizes(flat.numel()))):
-            flat[begin : begin + buffer.numel()].copy_(buffer, non_blocking=True)
-            begin += buffer.numel()
+        buffers = iter(self._buffers)
+        self._coding.decode(memory, lambda flat: flat.copy_(next(buffers), non_blocking=True))
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
@@ -204,6 +155,6 @@ class _LocalBlock:
     def _give_back(self) -> None:
         if self._coming is not None:
             self._coming.precede()
-        for pool, buffer in self._buffers:
-            pool.give(buffer)
+        for buffer in self._buffers:
+            self._place.pool.give(buffer)
         self._buffers.clear()

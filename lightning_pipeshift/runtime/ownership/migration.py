@@ -274,7 +274,6 @@ class Migration(ActionListener, LayerListener):
         answers.receive_object(to)
 
     def _copied(self, transfer: _Transfer) -> Tensor:
-        """Returns a copy of a parameter's present value."""
         assert transfer.parameter is not None
         copied: Tensor = self._buffer_like(transfer.parameter)
         return copied.copy_(transfer.parameter.detach())

@@ -282,7 +282,8 @@ class Decider:
     def _recomputing(self, plan: Plan, stays: Decision, window: Window) -> Decision:
         """Replaces a memory plan that takes longer than recomputing all layers is expected to."""
         measured, stays = window.without_moves, replace(stays, goes_on=window.is_early)
-        if measured is None or not self.judges_memory or not _moves(plan):
+        moves = any(map(any, (plan.swaps, plan.optimizer_on_host, plan.weights_on_host)))
+        if measured is None or not self.judges_memory or not moves:
             return stays
         settings = replace(
             self._settings.let_free(plan),
@@ -405,11 +406,6 @@ def _surely(old: Plan, new: Plan, window: Window) -> bool:
     cluster = replace(window.measured.cluster, devices=tuple(devices))
     measured = replace(window.measured, cluster=cluster)
     return measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
-
-
-def _moves(plan: Plan) -> bool:
-    """Whether a plan moves anything, or holds a part of what its recomputed layers save."""
-    return any(map(any, (plan.swaps, plan.optimizer_on_host, plan.weights_on_host)))
 
 
 def _what(old: Plan, new: Plan) -> str:

@@ -268,7 +268,6 @@ def _levels(
 
 
 def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks of each name."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)

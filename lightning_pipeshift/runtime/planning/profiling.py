@@ -76,8 +76,10 @@ class Profiler:
         self._waited_before = 0.0
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
-        self._guesses: dict[int, Figures] = {}
-        self._of_others: Mapping[int, int] = {}
+        self.guesses: dict[int, Figures] = {}
+        """What a stopwatch measured before training."""
+        self.of_others: Mapping[int, int] = {}
+        """The working bytes that other ranks have measured of layers that may come to this one."""
         # The layers that this rank has owned last, their times, and those of all layers that it
         # owned before some of them were taken from it.
         self._own: frozenset[int] = frozenset()
@@ -102,10 +104,6 @@ class Profiler:
         """Whether no more measurements are needed."""
         self.num_measured = 0
         """The number of steps that were measured in this window."""
-
-    def take_guesses(self, guesses: dict[int, Figures]) -> None:
-        """Takes the estimates that a stopwatch made before training."""
-        self._guesses = guesses
 
     def timers(self, sizes: Sequence[int]) -> dict[int, Timer]:
         """The timer of each microbatch to measure in a step: a few, different ones in each step.
@@ -219,9 +217,9 @@ class Profiler:
         self._hold(layers, times, error)
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
-            for layer, found in self._guesses.items()
+            for layer, found in self.guesses.items()
         }
-        tensors = {layer: found.tensors for layer, found in self._guesses.items()}
+        tensors = {layer: found.tensors for layer, found in self.guesses.items()}
         for layer, found in self.observer.of_layers.items():
             # Only the first measurement times the operations.
             spares = {tensor.number: tensor.spares for tensor in tensors.get(layer, ())}
@@ -229,7 +227,7 @@ class Profiler:
                 replace(tensor, spares=spares.get(tensor.number, 0.0) if tensor.num_bytes else 0.0)
                 for tensor in found
             )
-        inputs = {layer: found.input_bytes for layer, found in self._guesses.items()}
+        inputs = {layer: found.input_bytes for layer, found in self.guesses.items()}
         return RankFigures(
             guesses=guesses,
             times=times,
@@ -272,7 +270,7 @@ class Profiler:
     @property
     def expected_bytes(self) -> dict[int, int]:
         """The bytes that layers save for a microbatch, without the code around them."""
-        found = {layer: guess.tensors for layer, guess in self._guesses.items()}
+        found = {layer: guess.tensors for layer, guess in self.guesses.items()}
         return {
             layer: sum(t.num_bytes for t in tensors if not t.is_outside)
             for layer, tensors in found.items()
@@ -282,15 +280,11 @@ class Profiler:
     def working_bytes(self) -> dict[int, int]:
         """The bytes that layers take for a moment while they run, or the code around them."""
         found = {}
-        for layer in {*self._guesses, *self.observer.of_code, *self._of_others}:
-            guess = self._guesses.get(layer, Figures(0.0))
-            seen = [by[layer] for by in (self.observer.of_code, self._of_others) if layer in by]
+        for layer in {*self.guesses, *self.observer.of_code, *self.of_others}:
+            guess = self.guesses.get(layer, Figures(0.0))
+            seen = [by[layer] for by in (self.observer.of_code, self.of_others) if layer in by]
             found[layer] = max([guess.working_bytes, *(seen or [guess.code_bytes])])
         return found
-
-    def take_working_bytes(self, of_others: Mapping[int, int]) -> None:
-        """Takes what other ranks have measured of layers that may come to this one."""
-        self._of_others = of_others
 
     def _stretch(self, fewest: int) -> tuple[float, float]:
         """How many times as long as by the medians the work takes, for the largest microbatch of a

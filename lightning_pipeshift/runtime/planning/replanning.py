@@ -219,7 +219,7 @@ class Replanning:
             self._cluster = probed.cluster
             self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
-        self.profiler.take_guesses(guesses)
+        self.profiler.guesses = guesses
         # Trying them takes a while; without measurements no plan asks for their memory.
         updates = update_memory((optimizers or ()) if self.measures else (), self._device)
         self._updates_at_once = updates.at_once
@@ -636,7 +636,7 @@ class Replanning:
     def accept(self, found: Decision) -> None:
         """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding, self._is_soon = False, found.is_soon
-        self.profiler.take_working_bytes(found.working_bytes)
+        self.profiler.of_others = found.working_bytes
         judged = found.judged
         # No change came before the first order.
         is_undone = judged is not None and judged.verdict == UNDONE and not judged.is_estimated

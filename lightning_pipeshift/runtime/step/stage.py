@@ -608,7 +608,6 @@ class Stage:
 
 
 def _crossing(kind: Kind, microbatch: Microbatch, boundary: int) -> tuple[Payload, Direction]:
-    """The contents of a message."""
     if kind in (Kind.SEND_PAYLOAD, Kind.RECEIVE_PAYLOAD):
         return microbatch.payload(boundary), Direction.PAYLOAD
     return microbatch.gradients(boundary), Direction.GRADIENT

@@ -23,7 +23,6 @@ class UserStep:
     arguments: tuple[Any, ...] = ()
 
     def __call__(self, root: nn.Module, batch: Any) -> Any:
-        """Runs it with its own arguments."""
         return self.run(root, batch, *self.arguments)
 
 

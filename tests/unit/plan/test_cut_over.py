@@ -149,12 +149,6 @@ def test_a_change_of_several_boundaries_that_any_stage_announces(num_stages: int
             assert all(knows(begin, s, announcer, current, num_stages) for s in affected)
 
 
-def test_changes_follow_one_another() -> None:
-    begin = cut_over(20, announcer=5, first_affected=0)
-    assert cut_over(21, announcer=0, first_affected=0) < begin
-    assert cut_over(21, announcer=0, first_affected=0, after=begin) == begin + 1
-
-
 @pytest.mark.parametrize("num_stages", range(2, MOST_STAGES + 1))
 def test_no_stage_waits_for_another_in_a_circle(num_stages: int) -> None:
     """A forward of the new owner waits for the update that its weights have to contain; the new

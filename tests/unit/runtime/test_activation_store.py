@@ -216,7 +216,7 @@ class Noted(LocalTarget):
     """Knows which blocks came, and which were fetched, in which order."""
 
     def __init__(self, ledger: Ledger, rooms: BufferPool, copier: Copies) -> None:
-        super().__init__([rooms], copier)
+        super().__init__(rooms, copier)
         self.ledger = ledger
         self.came: list[Name] = []
         self.fetched: list[Name] = []
@@ -536,28 +536,21 @@ def test_the_turns_of_an_asynchronous_pipeline_are_one_row_to_the_store() -> Non
     assert moves([(row, ()) for row, _ in rows])[:full] != expected[:full]
 
 
-@pytest.mark.parametrize("name", ["two hosts", "codec", "both"])
-def test_blocks_in_parts_and_made_smaller(name: str) -> None:
+def test_blocks_made_smaller() -> None:
     case = Case(layers_of(), ROWS["gpipe"])
-    others = [BufferPool(CPU, NO_LIMIT) for _ in range(1 if name == "codec" else 3)]
-    shares = () if name == "codec" else (1.0, 3.0, 2.5)
-    codec = None if name == "two hosts" else codec_named("lossless")
-    place = LocalTarget(others, case.copier, shares, codec)
+    pool = BufferPool(CPU, NO_LIMIT)
+    place = LocalTarget(pool, case.copier, codec_named("lossless"))
     store = case.store(1.5 * max(case.bytes_of_layers.values()), case.all_to(place))
     for _ in range(2):
         found = Stage(case.layers, store, case.ledger).step(case.row, case.batch)
         assert same(found, case.expected())
     case.require_released(store)
-    assert [rooms.used_bytes for rooms in others] == [0] * len(others)
-    peaks = [rooms.peak_bytes for rooms in others]
-    assert all(peaks)
-    if len(peaks) == 3:
-        assert peaks[0] < peaks[2] < peaks[1]
+    assert pool.used_bytes == 0 < pool.peak_bytes
 
 
 def test_what_is_no_longer_to_leave_is_not_copied() -> None:
     copier, pool = ThreadCopier(), BufferPool(CPU, NO_LIMIT)
-    place, may_begin = LocalTarget([pool], copier), threading.Event()
+    place, may_begin = LocalTarget(pool, copier), threading.Event()
     copier.out(may_begin.wait, nothing)
     parcel = place.put(torch.zeros(4096), nothing)
     assert parcel is not None
@@ -575,7 +568,7 @@ def test_what_is_no_longer_to_leave_is_not_copied() -> None:
 def test_what_was_encoded_and_moved_is_not_held(name: str, values: str) -> None:
     """Random numbers cannot be made smaller: they travel as they are."""
     copier = ThreadCopier()
-    place = LocalTarget([BufferPool(CPU, NO_LIMIT)], copier, codec=codec_named(name))
+    place = LocalTarget(BufferPool(CPU, NO_LIMIT), copier, codec=codec_named(name))
     memory = torch.zeros(4096) if values == "zeros" else torch.randn(4096)
     expected = memory.clone()
     storage = StorageWeakRef(memory.untyped_storage())
@@ -897,7 +890,7 @@ class Held(ThreadCopier):
 
 def test_the_end_of_a_copy_that_nobody_wants_any_more_says_nothing_of_the_next() -> None:
     copier = Held()
-    place = LocalTarget([BufferPool(CPU, NO_LIMIT)], copier)
+    place = LocalTarget(BufferPool(CPU, NO_LIMIT), copier)
     store = ActivationStore(StagePolicy(4000.0, {(0, 0): [place]}))
     values = torch.rand(1000)
     store.begin_step(parse_row("F0 F1 B0 B1"))
@@ -1267,7 +1260,7 @@ def test_a_backward_that_waits_for_its_gradient_makes_room_for_others(
 ) -> None:
     """They may be what it waits for: the next stage, whose forward has to offload a tensor here."""
     monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.05)
-    host = LocalTarget([BufferPool(CPU, NO_LIMIT)], Copies())
+    host = LocalTarget(BufferPool(CPU, NO_LIMIT), Copies())
     store = ActivationStore(StagePolicy(4000.0, spare=host))
     values = torch.rand(1000)
     store.begin_step(parse_row("F0 F1 B0 B1"))

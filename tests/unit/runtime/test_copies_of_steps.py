@@ -88,7 +88,7 @@ def test_the_host_neither_waits_nor_pins_nor_asks_each_copy(
         monkeypatch.setattr(ActivationStore, "fetch", device.inside(ActivationStore.fetch))
         copier = StreamCopier(GPU)
         pool = BufferPool(CPU, float("inf"), GPU, copier.finish)
-        host = LocalTarget([pool], copier)
+        host = LocalTarget(pool, copier)
         blocks = saved_by(layers_of(LAYERS), batch[0])
         places = {(layer, number): [host] for _, layer, number in blocks}
         # Room for a third of a microbatch: blocks leave while the forward goes on.

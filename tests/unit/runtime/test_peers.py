@@ -262,7 +262,8 @@ def test_connections_between_all_ranks() -> None:
 
 
 def test_the_reason_names_all_that_are_gone() -> None:
-    board = FailureBoard(0, Mesh({}, {}), name_of="stage 3 (rank {})".format)
+    board = FailureBoard(0, Mesh({}, {}))
+    board.name_of = "stage 3 (rank {})".format
     board._lose([1, 2], "gone: nothing was heard for 10 s")
     assert board._entry is not None
     assert board._entry["reason"].startswith("Stage 3 (rank 1) and stage 3 (rank 2) are gone: noth")

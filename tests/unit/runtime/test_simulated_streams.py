@@ -154,7 +154,7 @@ def host_memory(codec: str | None = None) -> Iterator[OffloadTarget]:
     """A place for saved tensors in pinned memory."""
     copier = StreamCopier(GPU)
     rooms = BufferPool(CPU, float("inf"), GPU, copier.finish)
-    yield LocalTarget([rooms], copier, codec=codec_named(codec))
+    yield LocalTarget(rooms, copier, codec=codec_named(codec))
     copier.close()
     rooms.clear()
 

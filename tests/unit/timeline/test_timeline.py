@@ -218,7 +218,7 @@ def test_a_slow_rank_is_named_once_until_it_has_recovered() -> None:
     """Slow is slower than the plan expects, and than the others are; for three records."""
     usual = recorded("F0:0-1", "F0:0-2")
     slow, all_slow = recorded("F0:0-1", "F0:0-3"), recorded("F0:0-2", "F0:0-4")
-    watch = SlowRanks(patience=3)
+    watch = SlowRanks()
     said = [
         watch.look(each, usual)
         for each in (slow, slow, usual, slow, slow, slow, slow, all_slow, slow, slow, slow)
