@@ -14,6 +14,7 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.functions import OF_PARAMETERS, QUESTIONS
@@ -52,7 +53,10 @@ _running: list[Program | None] = [None]
 _device = [torch.device("cpu")]
 _OF_DEVICE: Any = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("device", "is_meta", *(f"is_{kind}" for kind in TRAINABLE))
+        ),
         Tensor.get_device,
     }
 )
