@@ -263,8 +263,9 @@ def require_kept(
     if before is not None:
         states = after.changes_from(before)
     # A write to a tensor counts for all that share its memory.
-    memories = {storage_key_of(tensors[at]) for at in contract.written}
-    unknown = [at for at in written if storage_key_of(tensors[at]) not in memories]
+    with without_torch_function_of_subclasses():
+        memories = {storage_key_of(tensors[at]) for at in contract.written}
+        unknown = [at for at in written if storage_key_of(tensors[at]) not in memories]
     if unknown or states.keys() != changes.keys():
         raise LayerError(
             f"`{label}` writes to an argument, or changes an object, where its run without values"

@@ -417,13 +417,17 @@ class Microbatch:
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
-            forward = hearing(layer, core.forwards[number], hooked)
-            if others:
-                forward = partial(_called_with, layer, forward, others)
+            forward: Callable[..., Any] = hearing(layer, core.forwards[number], hooked)
             if recomputes:
-                forward = recomputed(layer, forward, state)
+                # The second run, in the backward, needs the tensors of other stages, too.
+                again = partial(_called_with, layer, forward, others) if others else forward
+                forward = recomputed(layer, again, state)
+            forward = with_state(layer, forward, state, watch, changed)
+            if others and not recomputes:
+                # Around the state: a layer may replace a buffer that was brought here.
+                forward = partial(_called_with, layer, forward, others)
             versions = list(map(version_in, others.values()))
-            result = with_state(layer, forward, state, watch, changed)(*run_args, **run_kwargs)
+            result = forward(*run_args, **run_kwargs)
             if contract is not None and changed:
                 names = ", ".join(
                     f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
