@@ -375,11 +375,6 @@ def early_gradient(model: Any, rank: int, words: Tensor) -> Any:
     return loss * (0.0 if model.embedding.weight.grad is None else 1.0)
 
 
-def common_leaf(model: Any, rank: int, words: Tensor) -> Any:
-    noise = torch.zeros(WIDTH, requires_grad=True)
-    return (model.hidden(words) + noise).sum()
-
-
 def several_stages(model: Any, rank: int, words: Tensor) -> Any:
     weights = [model.embedding.weight, model.head.weight]
     with torch.no_grad():

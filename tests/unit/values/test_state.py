@@ -12,7 +12,6 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.values.models import Trained, plainly
 from tests.unit.values.state_models import (
     NAMES,
-    common_leaf,
     early_gradient,
     hidden_change,
     hidden_item,
@@ -63,7 +62,6 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
         (hidden_item, "Do it in every call"),
         (other_layout, "contiguous()"),
         (early_gradient, "on_before_optimizer_step"),
-        (common_leaf, "Make it a parameter of the module"),
         (several_stages, "foreach=False"),
         (written_by_a_hook, "may only look"),
     ],
