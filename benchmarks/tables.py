@@ -29,12 +29,14 @@ _CHANGED = "the planner and the lanes of gradients have changed since"
 
 _LANES_CHANGED = "the lanes, and what listens to a step, have changed since"
 
+_BESIDE = "another core has been added beside the code that it measures"
 OLD: dict[str, str] = {
     **dict.fromkeys(
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,
     ),
     "slow_hosts": _PROBES,
+    **dict.fromkeys(("lane_moves", "overlap", "overlap_fast", "overlap_jobs"), _BESIDE),
     "checkpoints": "how files are read and written has been cleaned up since",
     **dict.fromkeys(("compression", "recomputation", "throughput_eager"), _ADDED),
     **dict.fromkeys(
