@@ -324,8 +324,7 @@ class Recovers(L.Callback):
 def recovers(watches: bool) -> Any:
     go_by_sleep()
     callbacks = [Recovers(), LayerMigration(patience=3, watches=watches), AwaitsPlanning()]
-    # Each probe that finds it slow doubles the time to the next one.
-    return train(callbacks, 80)
+    return train(callbacks, 50)
 
 
 def test_a_stage_without_layers_is_measured_again() -> None:

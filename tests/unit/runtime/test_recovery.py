@@ -240,15 +240,14 @@ def test_layers_return_soon_after_a_fault(
 def test_a_rank_counts_as_slow_again_when_its_return_was_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without layers, nothing else would say so."""
     run = Run(Host(0.1, 0.5), monkeypatch)
-    run.slow_for(60, 8, 0)
+    run.slow_for(100, 7, 1)
     run.host.is_held = False
-    run.steps(80)
+    run.steps(50)
     assert run.speeds[-1] == 1.0
     run.split(4, 4)
     run.host.is_held = True
     run.steps(20)
-    run.split(8, 0, undoes=True)
-    run.steps(15)
-    assert run.speeds[-1] < 0.7
+    run.split(7, 1, undoes=True)
+    run.steps(10)
+    assert run.speeds[-1] < 0.6
