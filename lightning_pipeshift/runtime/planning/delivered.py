@@ -25,13 +25,6 @@ _CLEAR: Final = 5.0
 _PROBED_AFTER: Final = 4
 """The number of windows after which a rank without layers is probed, at first."""
 
-_MOST_DOUBLED: Final = 16
-"""A rank that stays slow is probed after so many times as many windows at the latest."""
-
-_FASTER: Final = 1.05
-"""Steps that are so many times as fast as at the last probe may mean that the rank has recovered.
-"""
-
 _PROBED_PART: Final = 0.05
 """The part of the time that probes may take."""
 
@@ -113,15 +106,13 @@ def _capped(values: Sequence[float]) -> list[float]:
 
 class ProbeTimes:
     """When a rank that gave layers away, as it was slow, is probed. With less to do, or nothing,
-    its own layers do not show how fast it is. Each probe that finds it slow doubles the time to
-    the next one, unless steps get faster meanwhile. If it gets layers by a probe and loses them
-    again soon, it waits twice as long from the beginning.
+    its own layers do not show how fast it is. If it gets layers by that and loses them again soon,
+    it waits twice as long.
     """
 
     def __init__(self) -> None:
-        self._after = self._wait = _PROBED_AFTER
-        # When it was probed last, and what a window took then.
-        self._probed, self._took = 0, 0.0
+        self._after = _PROBED_AFTER
+        self._next = 0
         self._num_held = 0
         self._num_free: float = math.inf
         # How long a probe may take by now.
@@ -131,24 +122,20 @@ class ProbeTimes:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 
         Args:
-            is_held: whether the rank counts as slow since layers were taken from it: no longer once
-                a probe has found that it has recovered.
+            is_held: whether the rank counts as slow since layers were taken from it.
             is_slow: whether its own layers show that it still is: no probe is needed for that.
-            window_seconds: how long the latest window took.
+            window_seconds: how long a window takes.
         """
         if not is_held:
             self._num_held, self._num_free, self._most = 0, self._num_free + 1, 0.0
             return 0.0
         if not self._num_held:
-            self._after *= 2 if self._num_free <= 4 * self._after else 1
-            self._wait, self._probed, self._took = self._after, 0, 0.0
+            self._after *= 2 if self._num_free <= 2 * self._after else 1
+            self._next = self._after
         self._num_held, self._num_free = self._num_held + 1, 0
-        wait = self._after if _FASTER * window_seconds < self._took else self._wait
-        part = _PROBED_PART * self._after / wait
-        self._most = min(self._most + part * window_seconds, _MOST_SECONDS)
-        if is_slow or self._num_held - self._probed < wait or self._most < _LEAST_SECONDS:
+        self._most = min(self._most + _PROBED_PART * window_seconds, _MOST_SECONDS)
+        if is_slow or self._num_held < self._next or self._most < _LEAST_SECONDS:
             return 0.0
-        self._probed, self._took = self._num_held, window_seconds
-        self._wait = min(2 * self._wait, _MOST_DOUBLED * self._after)
+        self._next = self._num_held + self._after
         seconds, self._most = self._most, 0.0
         return seconds

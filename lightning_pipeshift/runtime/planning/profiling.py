@@ -85,10 +85,8 @@ class Profiler:
         self._own: frozenset[int] = frozenset()
         self._times_before: dict[int, Times] = {}
         self._earlier: dict[int, Times] = {}
-        # These times as they were before this rank's layers changed; and whether the rank has
-        # recovered since.
+        # These times as they were before this rank's layers changed.
         self._held_before: dict[int, Times] = {}
-        self._has_recovered = False
         self.is_undone = False
         """Whether the next change of the plan undoes the one before it."""
         # Of each step under this plan: its seconds, and the work of a microbatch of largest size.
@@ -173,24 +171,6 @@ class Profiler:
         work = recent(list(self._work), fewest)
         return recent(list(self._steps)[-work.num_steps :], fewest)
 
-    def latest(self, num_steps: int) -> tuple[float, float]:
-        """Of the latest steps alone: the seconds of one, and how many times as long their work took
-        as that of all steps by which it is measured. Rare pauses keep these from ending with them.
-        """
-        work, steps = list(self._work), list(self._steps)[-num_steps:]
-        mean = recent(work, num_steps).mean
-        # A step in which a rank was probed is longer.
-        return recent(steps, num_steps).mean, fmean(work[-num_steps:]) / mean if mean else 1.0
-
-    def recover(self, num_steps: int) -> None:
-        """Called when a probe has found this rank to be fast again: it does not count as slow any
-        more, and of its steps only the latest ones count.
-        """
-        self._has_recovered = True
-        for values in (self._steps, self._work):
-            while len(values) > num_steps:
-                values.popleft()
-
     # --- results ---
 
     def figures(
@@ -231,7 +211,7 @@ class Profiler:
         return RankFigures(
             guesses=guesses,
             times=times,
-            earlier={} if self._has_recovered else self._earlier,
+            earlier=self._earlier,
             error=error,
             ran=None if self._is_asynchronous else self.timer.ran,
             extra=self._extra(times.values(), stretch),
@@ -308,7 +288,7 @@ class Profiler:
                 self._earlier = self._held_before
             elif own < self._own:
                 self._earlier = self._times_before
-            self._held_before, self.is_undone, self._has_recovered = held, False, False
+            self._held_before, self.is_undone = held, False
         elif self._earlier and times:
             now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
             more = max(1.0, now / before / (1 + 2 * error)) if before else 1.0

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 from typing import Final
 
 import torch
@@ -507,10 +506,11 @@ class Replanning:
         if not is_due or self._is_deciding or self._coming is not None:
             return
         own = list(own)
-        is_last = self._replicas.is_last_stage
-        measure = partial(self.profiler.figures, own, gates, optimizers, is_last, fewest=steps)
-        mine = self._probed(own, measure, steps)
         took = self.profiler.took(steps)
+        figures = self.profiler.figures(
+            own, gates, optimizers, self._replicas.is_last_stage, fewest=steps
+        )
+        mine = self._probed(own, figures, took)
         self._is_deciding = not self._settings.only_measures
         carried = self.profiler.links.since()
         self._coming = _Coming(plan, steps, took, mine, carried, self._is_soon)
@@ -521,38 +521,31 @@ class Replanning:
         if self._is_deciding:
             self.profiler.next_window()
 
-    def _probed(
-        self, own: Sequence[int], measure: Callable[[], RankFigures], steps: int
-    ) -> RankFigures:
+    def _probed(self, own: Sequence[int], figures: RankFigures, took: Estimate) -> RankFigures:
         """The figures of this rank. If it counts as slow since layers were taken from it, and does
-        not look slow now, it is probed now and then, until it has recovered.
+        not look slow now, it is probed now and then.
         """
-        figures = measure()
         before, now = (
             sum(sum(times[layer]) for layer in own if layer in times)
             for times in (figures.earlier, figures.times)
         )
-        if own and not figures.earlier:
+        is_held = bool(figures.earlier) or not own
+        if not is_held:
             self._slowdown = None
-        is_held = bool(figures.earlier) or (not own and self._slowdown != 1.0)
-        seconds, latest = self.profiler.latest(steps)
-        is_slow = bool(before) and before < _SLOWER * latest * now
-        seconds = self._probe_times.seconds(is_held, is_slow, self._window * seconds)
+        is_slow = bool(before) and before < _SLOWER * now
+        seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
             found = recent(slices, len(slices))
-            # Even one pause counts: a short probe has no more of the long ones. What other programs
-            # add to it now and then is in the times of all ranks' layers.
-            slowdown = fmean(slices) / self._slice_seconds
+            slowdown = found.mean / self._slice_seconds
+            # What other programs add to it now and then is in the times of all ranks' layers.
             self._slowdown = slowdown if slowdown > _SLOWER else 1.0
             self._doubt = found.error / found.mean if found.mean else 0.0
-            if self._slowdown == 1.0:
-                self.profiler.recover(steps)
-                figures = measure()
         if self._slowdown is None or is_slow:
             return figures
-        # The probe says how fast the rank is, and not the few layers or operations that it runs.
-        return replace(figures, earlier={}, slowdown=self._slowdown, error=self._doubt)
+        # Without layers, the few operations around them do not say how fast the rank is.
+        error = figures.error if own else self._doubt
+        return replace(figures, earlier={}, slowdown=self._slowdown, error=error)
 
     def end_gathering(self) -> None:
         """Called when no rank is behind another one."""
