@@ -21,8 +21,6 @@ class Values(Protocol):
         """The value at ``file / key / key``."""
 
 
-_PROBES = "when a slow rank is probed has changed since"
-
 _ADDED = "the asynchronous schedules came since; what is measured here runs as before"
 
 _CHANGED = "the planner and the lanes of gradients have changed since"
@@ -31,11 +29,11 @@ _LANES_CHANGED = "the lanes, and what listens to a step, have changed since"
 
 _BESIDE = "another core has been added beside the code that it measures"
 OLD: dict[str, str] = {
+    "slow_hosts": "its command names the kind of pauses since, and the code is the same",
     **dict.fromkeys(
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,
     ),
-    "slow_hosts": _PROBES,
     **dict.fromkeys(("lane_moves", "overlap", "overlap_fast", "overlap_jobs"), _BESIDE),
     "checkpoints": "how files are read and written has been cleaned up since",
     **dict.fromkeys(("compression", "recomputation", "throughput_eager"), _ADDED),
