@@ -14,13 +14,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.execution.measure import Figures
-from lightning_pipeshift.model.execution.microbatch import (
-    merge,
-    size_or_one,
-    split,
-    weighted_mean,
-)
+from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.gates.layers import MOST_OPENED
@@ -30,6 +26,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
@@ -54,7 +51,9 @@ _SECONDS_PER_BYTE = 1e-9
 
 
 class _Recording:
-    """What a step logs, for :class:`~lightning_pipeshift.model.user_state.logs.LogRecorder`."""
+    """Copies logged values: :class:`~lightning_pipeshift.model.user_state.logs.Values` for a
+    step on values.
+    """
 
     def kept_value(self, leaf: Any) -> Any:
         """A copy of a value."""
@@ -68,7 +67,7 @@ class _Recording:
 
 @dataclass
 class _Evaluated:
-    """What an evaluation step has given, with values in it."""
+    """The result and the logs of an evaluation step, which may contain values."""
 
     result: Any
     logs: list[LoggedValue]
@@ -82,6 +81,7 @@ class ValuePipeline(Pipeline):
         super().__init__(**arguments)
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
+        self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
 
@@ -130,6 +130,11 @@ class ValuePipeline(Pipeline):
         # Nothing has to be known of a step before it runs: the first plan is final.
         optimizers = list(self.find_optimizers())
         super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
+        if any(self.plan.recompute):
+            raise PlanError(
+                "The plan recomputes layers, which `core='values'` does not do yet. Use"
+                " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
+            )
         self._connect_core()
 
     def _connect_core(self) -> None:
@@ -158,7 +163,6 @@ class ValuePipeline(Pipeline):
         self._placed = self.core.placed()
         self._placed.__enter__()
         self._engine = Engine(self.core, around=self._around)
-        self._evaluated: list[_Evaluated] = []
         self._recorder.current = _Recording()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
@@ -191,9 +195,9 @@ class ValuePipeline(Pipeline):
         """As :meth:`gathered`; metrics have common tensors afterwards, too, as Lightning computes
         them, perhaps on one rank.
         """
-        kept = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-        tree, found = self.gathered((tree, kept))
-        for metric, (state, value), (before, last) in zip(self._metrics, found, kept, strict=True):
+        held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+        tree, found = self.gathered((tree, held))
+        for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
             for name, x in to_device(changed, self.channels.device).items():
                 setattr(metric, name, map_leaves(_of_its_own, x))
@@ -227,36 +231,58 @@ class ValuePipeline(Pipeline):
 
     # --- training ---
 
-    @purpose("a training step")
-    def training_step(self, given: TrainingBatch) -> Report:
-        """Runs a whole training step: see :class:`Pipeline`."""
-        given = replace(given, leaves_late=False)
+    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
+        """Refuses another plan: the owners of layers are fixed in a run.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "With `core='values'` layers do not change their owners while training runs yet. Use"
+            " `core='trace'`, or start a run with the new plan."
+        )
+
+    def _begin_step(self, given: TrainingBatch, part: Any) -> None:
+        """Begins a training step.
+
+        Args:
+            given: the batch.
+            part: its first microbatch.
+        """
         self._note_begin()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
-        number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
-        slices = split(given.batch, number)
         key = self._key("train", given.step_number, 0)
-        self.planning.note_samples(sum(size for _, size in slices))
-        self._prepare(key, given.step, slices[0][0], given.optimizers, final=True, trains=True)
-        listeners = (self._votes, self.changes)
-        for listener in listeners:
-            listener.before_step(given, [])
-        report = self._run_microbatches(given, slices)
-        self._collect_gradients(given, report)
-        self._num_microbatches_done += len(slices)
-        for listener in listeners:
-            listener.after_step(given, [], report)
+        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._votes.before_step(given, [])
+
+    def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
+        self._num_microbatches_done += num_microbatches
+        self._votes.after_step(given, [], report)
         self.is_to_end = self._votes.are_for_end
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
+
+    @purpose("a training step")
+    def training_step(self, given: TrainingBatch) -> Report:
+        """Runs a whole training step: see :class:`Pipeline`."""
+        given = replace(given, leaves_late=False)
+        number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
+        slices = split(given.batch, number)
+        self.planning.note_samples(sum(size for _, size in slices))
+        self._begin_step(given, slices[0][0])
+        report = self._run_microbatches(given, slices)
+        self._collect_gradients(given, report)
+        self._end_step(given, report, len(slices))
         return report
 
     def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
         assert self.holdings is not None
         sizes = [size for _, size in slices]
-        losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
+        losses = self._reporting.losses(
+            sizes, given.loss_scale, self.plan.microbatches, self.replicas.gather
+        )
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
@@ -297,12 +323,7 @@ class ValuePipeline(Pipeline):
         """Runs a training step that calls ``backward`` and the optimizers itself: with the whole
         batch, as one microbatch.
         """
-        self._note_begin()
-        self.channels.settle()
-        self._check_batch(given.batch, given.batch_idx)
-        key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, given.batch, given.optimizers, final=True, trains=True)
-        self._votes.before_step(given, [])
+        self._begin_step(given, given.batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(_run_step, given.step, self.root)
         (result,) = self._in_step("train", given.step_number, [given.batch], function, row)
@@ -310,10 +331,7 @@ class ValuePipeline(Pipeline):
         logs = merge_logs([self._recorder.take()], [size], [float(size)])
         result, logs = self._gathered_with_metrics((result, logs))
         report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
-        self._num_microbatches_done += 1
-        self._votes.after_step(given, [], report)
-        self.is_to_end = self._votes.are_for_end
-        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
+        self._end_step(given, report, 1)
         return report
 
     def _weighed(self, loss: Tensor, losses: Losses, turn: int, given: TrainingBatch) -> Tensor:
@@ -332,31 +350,10 @@ class ValuePipeline(Pipeline):
             for outcome in losses.outcomes:
                 outcome.result = None
         outcomes = self._gathered_with_metrics(list(losses.outcomes))
-        weights, sizes = losses.weights(outcomes), list(losses.sizes)
-        found = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
-        loss = None
-        if found and sum(weights):
-            loss = weighted_mean([x for x, _ in found], [w for _, w in found])
-        report = Report(
-            merge([outcome.result for outcome in outcomes], sizes, weights),
-            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
-            [],
-            given.is_last_batch,
-            loss,
-            *losses.counted(outcomes),
-            size=sum(sizes),
-            stops=given.stops(),
-        )
-        return self._merged(report)
-
-    def _merged(self, report: Report) -> Report:
-        """The report of all virtual machines."""
-        if self.replicas.count == 1:
-            return report
-        if self.is_last:
-            report = merge_reports(self.replicas.exchange(report), self.vm)
-        shared: Report = self.channels.share_object(report, self.channels.num_stages - 1)
-        return shared
+        report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
+        report.stops = given.stops()
+        self.meets()
+        return merge_reports(self.replicas.gather(report), self.vm)
 
     # --- evaluation ---
 
@@ -397,7 +394,7 @@ class ValuePipeline(Pipeline):
     @property
     def num_pending(self) -> int:
         """See :class:`Pipeline`."""
-        return len(self._evaluated) if self.core is not None else 0
+        return len(self._evaluated)
 
     # --- the end ---
 

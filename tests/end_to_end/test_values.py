@@ -28,10 +28,13 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.training import QUIET
 
 WIDTH, WORDS, LENGTH, SAMPLES, MICROBATCHES, BATCHES = 16, 11, 6, 8, 4, 3
+
+CORES = "values", "trace"
 
 COUNTS = {"steps": 0}
 
@@ -487,7 +490,8 @@ def outcome_of(kind: type[Base], options: dict[str, Any] | None, file: Path) -> 
     module.written = file
     arguments: dict[str, Any] = {"accumulate_grad_batches": MICROBATCHES if kind.split else 1}
     if options is not None:
-        strategy = PipeShiftStrategy(core="values", microbatches=MICROBATCHES, **options)
+        options = {"core": "values", "microbatches": MICROBATCHES, **options}
+        strategy = PipeShiftStrategy(**options)
         arguments = {"strategy": strategy, "devices": int(os.environ["WORLD_SIZE"])}
     data = batches(is_split=options is None and kind.split)
     trainer = pl.Trainer(
@@ -560,3 +564,34 @@ def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path:
     outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)
     said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
     assert "on every rank" in said or "What only reads values" in said
+
+
+class Moves(Base):
+    """Asks for a move."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        first, _second = strategy.plan.placement.counts[0]
+        strategy.migrate(Move(step=0, layer=strategy.layer_names[first], stage=0))
+
+
+def test_a_move_is_refused(tmp_path: Path) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [Moves], grace=1, expect_failure=True)
+    said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
+    assert "do not change their owners while training runs yet" in said
+
+
+def with_both_cores(folder: str) -> list[dict[str, Tensor]]:
+    """Trains two virtual machines of two stages with each core."""
+    torch.set_num_threads(1)
+    options = {"partition": "uniform", "virtual_machines": 2}
+    found = [outcome_of(Logs, {**options, "core": core}, Path(folder) / core) for core in CORES]
+    return [each.parameters for each in found]
+
+
+def test_two_virtual_machines_of_two_stages_train_the_bits_of_the_other_core(
+    tmp_path: Path,
+) -> None:
+    for values, trace in run_ranks(with_both_cores, 4, str(tmp_path)):
+        assert [name for name, x in values.items() if not torch.equal(x, trace[name])] == []

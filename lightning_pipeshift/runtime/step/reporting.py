@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.step.losses import Denominators, Losses, MicrobatchOutcome
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.user_state import UserState
+
+Exchange = Callable[[Any], list[Any]]
+"""``(object of this virtual machine) -> those of all virtual machines``"""
 
 
 class Reporting:
@@ -35,7 +39,11 @@ class Reporting:
         self._under_way = Fetch(None)
 
     def losses(
-        self, sizes: Sequence[int], loss_scale: float | Tensor, num_microbatches: int
+        self,
+        sizes: Sequence[int],
+        loss_scale: float | Tensor,
+        num_microbatches: int,
+        exchange: Exchange | None = None,
     ) -> Losses:
         """The losses of a step, before any is known.
 
@@ -43,6 +51,7 @@ class Reporting:
             sizes: the number of samples of each microbatch.
             loss_scale: a factor of every loss.
             num_microbatches: of a step under the plan.
+            exchange: with the other virtual machines. By default only the last stage calls it.
         """
         several = self._replicas.count > 1
         if several and self._denominators is None:
@@ -53,7 +62,9 @@ class Reporting:
             loss_scale=loss_scale,
             denominators=self._denominators,
             agree=(
-                partial(self._agree, num_microbatches) if several and not self._has_agreed else None
+                partial(self._agree, num_microbatches, exchange or self._replicas.exchange)
+                if several and not self._has_agreed
+                else None
             ),
         )
 
@@ -68,13 +79,13 @@ class Reporting:
         found = channels.share_object(mine, channels.num_stages - 1)
         self._denominators, self._has_agreed = found
 
-    def _agree(self, num_microbatches: int, outcome: MicrobatchOutcome) -> Denominators:
-        """Agrees with the other virtual machines on denominators: on the last stage, once in a
-        run.
-        """
+    def _agree(
+        self, num_microbatches: int, exchange: Exchange, outcome: MicrobatchOutcome
+    ) -> Denominators:
+        """Agrees with the other virtual machines on denominators: once in a run."""
         assert self._denominators is not None
         weight = None if outcome.weight is None else float(outcome.weight)
-        weights = [w for w in self._replicas.exchange(weight) if w]
+        weights = [w for w in exchange(weight) if w]
         if weights:
             mean = sum(weights) / len(weights)
             weight = _power_of_two(mean * num_microbatches * self._replicas.count)
@@ -103,9 +114,26 @@ class Reporting:
         """
         outcomes, changes = self._under_way.wait()
         self._under_way = Fetch(None)
-        self._has_agreed = True
         # Most steps change nothing in their backward, and there is nothing to wait for.
         late = to_host(self._user_state.changes())
+        return self.report(losses, outcomes, [changes, late], is_last_batch)
+
+    def report(
+        self,
+        losses: Losses,
+        outcomes: Sequence[MicrobatchOutcome],
+        changes: list[dict[tuple[str, str], Any]],
+        is_last_batch: bool,
+    ) -> Report:
+        """The report of a step of this virtual machine.
+
+        Args:
+            losses: those of the step.
+            outcomes: of all microbatches, in host memory.
+            changes: the step's changes to the LightningModule, one after the other.
+            is_last_batch: whether this stage's data ends with the batch.
+        """
+        self._has_agreed = True
         weights, sizes = losses.weights(outcomes), list(losses.sizes)
         found = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
         loss = None
@@ -114,7 +142,7 @@ class Reporting:
         return Report(
             merge([outcome.result for outcome in outcomes], sizes, weights),
             merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
-            [changes, late],
+            changes,
             is_last_batch,
             loss,
             *losses.counted(outcomes),

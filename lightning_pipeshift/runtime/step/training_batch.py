@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,7 +48,6 @@ class TrainingBatch:
         batch_idx: its index in the epoch.
         step: runs the user's ``training_step`` on a module and a slice.
         step_number: counts batches over the whole run; the random streams depend on it.
-        loss_scale: a factor of the losses.
         optimizers: their state follows the parameters.
         wants_result: whether more of the step's result than the loss is needed.
         is_last_batch: whether this stage's data ends with the batch.
@@ -56,15 +56,14 @@ class TrainingBatch:
         stops: tells whether user code has asked the Trainer to stop.
         leaves_late: whether the optimizer may update layers late; see
             :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
-        num_accumulated: how many batches make an update; a divisor in ``loss_scale``.
-        scale: the other factor in it.
+        num_accumulated: how many batches make an update: a divisor of the losses.
+        scale: a factor of the losses.
     """
 
     batch: Any
     batch_idx: int
     step: UserStep
     step_number: int
-    loss_scale: float | Tensor
     optimizers: Sequence[Optimizer]
     wants_result: bool
     is_last_batch: bool
@@ -74,3 +73,11 @@ class TrainingBatch:
     leaves_late: bool = False
     num_accumulated: int = 1
     scale: float | Tensor = 1.0
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The scale by the number of batches."""
+        if isinstance(self.scale, Tensor):
+            # Divided by a plain number, a GPU would multiply by its rounded reciprocal.
+            return self.scale / torch.full_like(self.scale, self.num_accumulated)
+        return self.scale / self.num_accumulated
