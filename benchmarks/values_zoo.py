@@ -27,7 +27,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -152,11 +151,7 @@ def on_stages(case: Case, batches: Sequence[Batch], num_stages: int) -> list[Tra
                 found[f"buffer {name}"] = _here(buffer, stage)
         return found
 
-    with ExitStack() as placed:
-        for core in cores:
-            placed.enter_context(core.placed())
-            placed.enter_context(core.seeing_parameters())
-        return stages.run(work)
+    return stages.run_on(cores, work)
 
 
 def _owner(owners: Sequence[int], number: int, turn: int) -> int:

@@ -126,16 +126,13 @@ def by_itself(plugin: Precision) -> None:
         setattr(scaler, "__class__", torch.amp.GradScaler)  # noqa: B010
 
 
-def loss_scale_of(plugin: Precision, num_steps: int) -> float | Tensor:
-    """The factor by which the plugin multiplies a loss before its backward, divided by the number
-    of steps whose gradients are accumulated. On a GPU it is a float64 tensor: to read the scaler's,
-    the program would have to wait for the earlier step.
+def loss_scale_of(plugin: Precision) -> float | Tensor:
+    """The factor by which the plugin multiplies a loss before its backward. On a GPU it is a
+    float64 tensor: to read the scaler's, the program would have to wait for the earlier step.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
-        return 1.0 / num_steps
+        return 1.0
     # The first `scale` makes the scaler's state.
     scale: Tensor = scaler.scale(torch.ones((), device=scaler_device(scaler))).double()
-    # Divided by a plain number, a GPU would multiply by its rounded reciprocal.
-    scale = scale / torch.full_like(scale, num_steps)
     return float(scale) if scale.device.type == "cpu" else scale

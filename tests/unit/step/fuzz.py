@@ -23,7 +23,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,11 +170,7 @@ def on_stages(program: Program, schedules: Iterable[tuple[str, bool]], order: in
         }
         return found
 
-    with ExitStack() as placed:
-        for core in cores:
-            placed.enter_context(core.placed())
-            placed.enter_context(core.seeing_parameters())
-        return stages.run(work)
+    return stages.run_on(cores, work)
 
 
 def _here(loss: Any, stage: int) -> Tensor | None:

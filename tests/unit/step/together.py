@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Key, Mailbox, Place
+from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import run_by, running
 
 T = TypeVar("T")
@@ -114,6 +115,19 @@ class Stages:
         if self.failure is not None:
             raise StageError(*self.failure) from self.failure[1]
         return results
+
+    def run_on(self, cores: Sequence[Core], work: Callable[[int], T]) -> list[T]:
+        """As :meth:`run`, where layers run at their owners.
+
+        Args:
+            cores: one for each stage.
+            work: the function.
+        """
+        with ExitStack() as placed:
+            for core in cores:
+                placed.enter_context(core.placed())
+                placed.enter_context(core.seeing_parameters())
+            return self.run(work)
 
     def wait(self, stage: int, keys: Sequence[Key], place: Place) -> None:
         """Lets others run until one of the messages may be there."""

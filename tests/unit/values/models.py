@@ -513,6 +513,20 @@ class Trained(NamedTuple):
     num_suspended: int
 
 
+def require_same(
+    ranks: Sequence[Trained], losses: Sequence[float | None], parameters: dict[str, Tensor]
+) -> None:
+    """Requires that ranks have together these losses and parameters, bit for bit."""
+    found = [
+        next(loss for loss in each if loss is not None)
+        for each in zip(*(rank.losses for rank in ranks), strict=True)
+    ]
+    assert found == losses
+    held = {name: each for rank in ranks for name, each in rank.held.items()}
+    assert held.keys() == parameters.keys()
+    assert [name for name, each in held.items() if not torch.equal(each, parameters[name])] == []
+
+
 def connected() -> Mailbox:
     """A mailbox of this rank for all ranks of the job."""
     ranks = list(range(dist.get_world_size()))

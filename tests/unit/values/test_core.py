@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import pytest
-import torch
 
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.values.models import (
@@ -27,6 +26,7 @@ from tests.unit.values.models import (
     other_operations,
     plainly,
     refused,
+    require_same,
     second_backward,
     stale,
     with_history,
@@ -78,14 +78,7 @@ def test_the_bits_of_a_plain_loop(stages: int, at: int) -> None:
     else:
         expected, parameters, noted = plainly(name)
     ranks = [each[at] for each in trained(stages)]
-    losses = [
-        next(loss for loss in each if loss is not None)
-        for each in zip(*(rank.losses for rank in ranks), strict=True)
-    ]
-    assert losses == expected
-    held = {name: each for rank in ranks for name, each in rank.held.items()}
-    assert held.keys() == parameters.keys()
-    assert [name for name, each in held.items() if not torch.equal(each, parameters[name])] == []
+    require_same(ranks, expected, parameters)
     if overlaps:
         # What a step does behind a read may happen later than another one's begin.
         assert all(sorted(rank.noted, key=str) == sorted(noted, key=str) for rank in ranks)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import pytest
-import torch
 
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.unit.values.models import Trained, plainly
+from tests.unit.values.models import Trained, plainly, require_same
 from tests.unit.values.state_models import (
     NAMES,
     early_gradient,
@@ -43,14 +42,7 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
     else:
         expected, parameters, noted = plainly(name)
     ranks = [each[at] for each in trained(stages)]
-    losses = [
-        next(loss for loss in each if loss is not None)
-        for each in zip(*(rank.losses for rank in ranks), strict=True)
-    ]
-    assert losses == expected
-    held = {name: each for rank in ranks for name, each in rank.held.items()}
-    assert held.keys() == parameters.keys()
-    assert [name for name, each in held.items() if not torch.equal(each, parameters[name])] == []
+    require_same(ranks, expected, parameters)
     assert all(rank.noted == noted for rank in ranks)
 
 
