@@ -22,8 +22,8 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.mailbox import Key, Message, Place
-from lightning_pipeshift.runtime.comm.mailbox import Kind as Carries
+from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
+from lightning_pipeshift.runtime.comm.messages import Kind as Carries
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import apply_function
-from lightning_pipeshift.runtime.comm.mailbox import Key, Mailbox, Message, Place
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 
 
 class Letters(Protocol):

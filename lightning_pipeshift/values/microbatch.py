@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.mailbox import Key, Kind, Message, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,

@@ -1,9 +1,7 @@
-"""Messages with labels, between any two stages of a virtual machine.
+"""A stage's end of all messages between the stages of a virtual machine.
 
-Every message says which value, gradient or read it is, which operation of the program it belongs
-to, and from which line of the user's code it was sent. The receiver knows what has to come, and
-compares: programs that run differently on two stages end with an error, at the first message that
-does not fit.
+The receiver of a message knows what has to come, and compares it with the message's label: programs
+that run differently on two stages end with an error, at the first message that does not fit.
 
 A message is a frame of fixed size, and behind it the payload if that does not fit into the frame.
 A thread for each other stage receives what comes; the step takes messages in its own order.
@@ -18,7 +16,6 @@ row, none of them will ever go on (F. Mattern, "Algorithms for distributed termi
 from __future__ import annotations
 
 import enum
-import math
 import pickle
 import struct
 import threading
@@ -30,11 +27,19 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.messages import (
+    ADVICE,
+    MOST_DIMS,
+    Key,
+    Kind,
+    Message,
+    Place,
+    packed,
+)
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 _FRAME_BYTES = 1024
-_MOST_DIMS = 12
-_HEAD = struct.Struct(f"<2q3b2qQq64s96s{_MOST_DIMS}q")
+_HEAD = struct.Struct(f"<2q3b2qQq64s96s{MOST_DIMS}q")
 _ROOM_BYTES = _FRAME_BYTES - _HEAD.size
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
@@ -43,124 +48,10 @@ _CONTIGUOUS = -1
 _TELLS_EVERY_SECONDS = 1.0
 
 
-ADVICE = (
-    "In a step every rank has to run the same operations and layers, with the same numbers, and"
-    " log the same values: operations on values, calls of layers and `self.log` go in front of `if"
-    " trainer.is_global_zero`. What only reads values (`loss.item()`, a print) may be behind it."
-)
-
-
-class Kind(enum.IntEnum):
-    """The kind of a message, by its content."""
-
-    VALUE = 0
-    READ = 1
-    GRADIENT = 2
-    WAIT = 3
-    END = 4
-    ASK = 5
-    TOLD = 6
-    PASSED = 7
-
-
 class _Form(enum.IntEnum):
     NOTHING = 0
     IN_FRAME = 1
     BEHIND = 2
-
-
-class Key(NamedTuple):
-    """Which message it is, on its way from one stage to another.
-
-    Args:
-        source: the stage that sends it.
-        step: the number of the run of a schedule.
-        turn: of the microbatch in it.
-        kind: what it carries.
-        part: how many backwards of the microbatch were over when its operation ran; of a read, how
-            often the value was written to.
-        serial: its number in the microbatch's program; of a read, the value's.
-    """
-
-    source: int
-    step: int
-    turn: int
-    kind: Kind
-    part: int
-    serial: int
-
-
-class Place(NamedTuple):
-    """Where in the program a message belongs.
-
-    Args:
-        label: the operation or layer.
-        digest: of all operations before it in the microbatch.
-        line: the user's file and line.
-    """
-
-    label: str
-    digest: int
-    line: str
-
-
-class Message(NamedTuple):
-    """A message that was received.
-
-    Args:
-        data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
-            not defined.
-        strides: of the tensor; ``None`` if it is contiguous.
-        place: the sender's.
-    """
-
-    data: Tensor | None
-    strides: tuple[int, ...] | None
-    place: Place
-
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The bytes as a tensor, with the layout that it had.
-
-        Raises:
-            LayerError: they are of a tensor of another size.
-        """
-        assert self.data is not None
-        if self.strides is None and self.data.numel() != dtype.itemsize * math.prod(shape):
-            raise LayerError(
-                "The ranks run different programs: another rank has sent a value of another size"
-                f" than {tuple(shape)}, {dtype}, for `{self.place.label}` ({self.place.line})."
-                f" {ADVICE}"
-            )
-        flat = self.data.view(dtype)
-        if self.strides is None:
-            return flat.view(tuple(shape))
-        order = _dims_in_memory(shape, self.strides)
-        found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
-        _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
-        return found
-
-
-def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The dimensions that have bytes of their own, by falling stride."""
-    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim]]
-    return sorted(dims, key=lambda dim: -strides[dim])
-
-
-def _core(tensor: Tensor, order: list[int]) -> Tensor:
-    """A view of a tensor's bytes in the order in which they lie in memory."""
-    kept = sorted(order)
-    view = tensor[tuple(slice(None) if dim in order else 0 for dim in range(tensor.dim()))]
-    return view.permute([kept.index(dim) for dim in order])
-
-
-def _packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """A tensor's bytes in host memory, and its strides if it is not contiguous."""
-    strides = None
-    if not tensor.is_contiguous() and 0 < tensor.dim() <= _MOST_DIMS and tensor.numel():
-        strides = tensor.stride()
-        tensor = _core(tensor, _dims_in_memory(tensor.shape, strides))
-    tensor = tensor.resolve_conj().resolve_neg().to("cpu")
-    return tensor.contiguous().reshape(-1).view(torch.uint8), strides
 
 
 _NOWHERE = Place("", 0, "")
@@ -216,7 +107,7 @@ class Mailbox:
         # The number of the latest message, by source, step, turn and whether it is a gradient.
         self._latest: dict[tuple[int, ...], int] = {}
         self._reads: dict[Key, int] = {}
-        """Of the messages that are reads, the run in which they came: perhaps nobody takes them."""
+        """By message that is a read, the run in which it came: no stage has to take it."""
         self.run = 0
         """The run that has begun last."""
         self._error: BaseException | None = None
@@ -261,7 +152,7 @@ class Mailbox:
         if isinstance(content, bytes):
             data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
         elif content is not None:
-            data, strides = _packed(content.detach())
+            data, strides = packed(content.detach())
         if content is not None:
             form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
         frame = bytearray(_FRAME_BYTES)
@@ -279,7 +170,7 @@ class Mailbox:
             data.numel(),
             _cut(place.label, 64),
             _cut(place.line, 96),
-            *((strides or ()) + (0,) * _MOST_DIMS)[:_MOST_DIMS],
+            *((strides or ()) + (0,) * MOST_DIMS)[:MOST_DIMS],
         )
         if form is _Form.IN_FRAME:
             frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()

@@ -157,8 +157,9 @@ class Decider:
         self._topology = topology
         self._pending: _Pending | None = None
         self.first: tuple[Change, Plan, Plan] | None = None
-        """What a run expects that begins with the ranks in another order than their own; the plan
-        for their own, and that plan. ``None``: it does not, or it has been judged.
+        """For a run that begins with the ranks in another order than their own: what it expects of
+        that, the plan for their own order, and the plan in force. ``None`` if it begins in their
+        own order, or if the order has been judged.
         """
         # Changes that were undone: in the same circumstances no plan is tried for its speed.
         self._failed: list[_Pending] = []

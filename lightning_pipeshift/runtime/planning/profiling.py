@@ -77,7 +77,7 @@ class Profiler:
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
         self.guesses: dict[int, Figures] = {}
-        """What a stopwatch measured before training."""
+        """The times and memory of layers that were measured before training."""
         self.of_others: Mapping[int, int] = {}
         """The working bytes that other ranks have measured of layers that may come to this one."""
         # The layers that this rank has owned last, their times, and those of all layers that it

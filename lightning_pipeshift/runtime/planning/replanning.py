@@ -277,7 +277,7 @@ class Replanning:
             f" plan's field 'step_samples' to {total:g}"
         )
         if count > 1 and total == count * planned:
-            # Nobody asked for that: the number of virtual machines is the plan's.
+            # The user did not choose the number of virtual machines: the plan did.
             raise PlanError(text)
         self._say(f"{text}.")
         return plan

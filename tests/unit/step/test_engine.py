@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipeshift.runtime.comm.mailbox import Key, Kind, Message, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, kept
 from lightning_pipeshift.values.value import running

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_pipeshift.plan.schedule.actions import Kind
-from lightning_pipeshift.runtime.comm.mailbox import Key, Place
-from lightning_pipeshift.runtime.comm.mailbox import Kind as MessageKind
+from lightning_pipeshift.runtime.comm.messages import Key, Place
+from lightning_pipeshift.runtime.comm.messages import Kind as MessageKind
 from lightning_pipeshift.step.engine import Engine
 from tests.unit.step.fuzz import Outcome, check, checked, shrunk
 from tests.unit.step.programs import Block, Program, random_program

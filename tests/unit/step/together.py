@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.mailbox import Key, Mailbox, Place
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.messages import Key, Place
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import run_by, running
 

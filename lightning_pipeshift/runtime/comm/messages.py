@@ -1,0 +1,133 @@
+"""What stages of a virtual machine send each other: messages with labels.
+
+Every message says which value, gradient or read it is, which operation of the program it belongs
+to, and from which line of the user's code it was sent.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import LayerError
+
+MOST_DIMS = 12
+"""A tensor with more dimensions travels as a contiguous one."""
+
+ADVICE = (
+    "In a step every rank has to run the same operations and layers, with the same numbers, and"
+    " log the same values: operations on values, calls of layers and `self.log` go in front of `if"
+    " trainer.is_global_zero`. What only reads values (`loss.item()`, a print) may be behind it."
+)
+
+
+class Kind(enum.IntEnum):
+    """The kind of a message, by its content."""
+
+    VALUE = 0
+    READ = 1
+    GRADIENT = 2
+    WAIT = 3
+    END = 4
+    ASK = 5
+    TOLD = 6
+    PASSED = 7
+
+
+class Key(NamedTuple):
+    """Which message it is, on its way from one stage to another.
+
+    Args:
+        source: the stage that sends it.
+        step: the number of the run of a schedule.
+        turn: of the microbatch in it.
+        kind: what it carries.
+        part: how many backwards of the microbatch were over when its operation ran; of a read, how
+            often the value was written to.
+        serial: its number in the microbatch's program; of a read, the value's.
+    """
+
+    source: int
+    step: int
+    turn: int
+    kind: Kind
+    part: int
+    serial: int
+
+
+class Place(NamedTuple):
+    """Where in the program a message belongs.
+
+    Args:
+        label: the operation or layer.
+        digest: of all operations before it in the microbatch.
+        line: the user's file and line.
+    """
+
+    label: str
+    digest: int
+    line: str
+
+
+class Message(NamedTuple):
+    """A message that was received.
+
+    Args:
+        data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
+            not defined.
+        strides: of the tensor; ``None`` if it is contiguous.
+        place: the sender's.
+    """
+
+    data: Tensor | None
+    strides: tuple[int, ...] | None
+    place: Place
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The bytes as a tensor, with the layout that it had.
+
+        Raises:
+            LayerError: they are of a tensor of another size.
+        """
+        assert self.data is not None
+        if self.strides is None and self.data.numel() != dtype.itemsize * math.prod(shape):
+            raise LayerError(
+                "The ranks run different programs: another rank has sent a value of another size"
+                f" than {tuple(shape)}, {dtype}, for `{self.place.label}` ({self.place.line})."
+                f" {ADVICE}"
+            )
+        flat = self.data.view(dtype)
+        if self.strides is None:
+            return flat.view(tuple(shape))
+        order = _dims_in_memory(shape, self.strides)
+        found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
+        _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
+        return found
+
+
+def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions that have bytes of their own, by falling stride."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and strides[dim]]
+    return sorted(dims, key=lambda dim: -strides[dim])
+
+
+def _core(tensor: Tensor, order: list[int]) -> Tensor:
+    """A view of a tensor's bytes in the order in which they lie in memory."""
+    kept = sorted(order)
+    view = tensor[tuple(slice(None) if dim in order else 0 for dim in range(tensor.dim()))]
+    return view.permute([kept.index(dim) for dim in order])
+
+
+def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """A tensor's bytes in host memory, and its strides if it is not contiguous."""
+    strides = None
+    if not tensor.is_contiguous() and 0 < tensor.dim() <= MOST_DIMS and tensor.numel():
+        strides = tensor.stride()
+        tensor = _core(tensor, _dims_in_memory(tensor.shape, strides))
+    tensor = tensor.resolve_conj().resolve_neg().to("cpu")
+    return tensor.contiguous().reshape(-1).view(torch.uint8), strides
