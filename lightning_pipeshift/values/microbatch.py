@@ -287,7 +287,6 @@ class Microbatch:
         label = name_of(function)
         arguments = Arguments((args, kwargs), id)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
-        self._place_parameters(placed)
         plain = {id(x): self._read_here(x, label) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
             plain_args, plain_kwargs = copied((args, kwargs), lambda x: plain.get(id(x), x), {})
@@ -297,9 +296,14 @@ class Microbatch:
         """A value's tensor without its gradient. The owner tells it to all stages; another stage
         asks for it, since the owner may not read it.
         """
+        if isinstance(tensor, StepParameter) and tensor not in self.core.parameter_owners:
+            # No operation has used it, so every stage has it. A read must not place it: the other
+            # stages may not read it.
+            with without_torch_function_of_subclasses():
+                return tensor.detach()
         account = self.account_of(tensor)
         account.refresh()
-        here, key = account.tensor, self._read_key(tensor, account)
+        here, key = account.tensor, self._read_key(account, tensor)
         if account.owner == self.stage:
             assert here is not None
             with without_torch_function_of_subclasses():
@@ -317,24 +321,21 @@ class Microbatch:
             account.seen = account.version, here
         return here.detach()
 
-    def _read_key(self, tensor: Tensor, account: Account) -> Key:
+    def _read_key(self, account: Account, tensor: Tensor) -> Key:
         if account.name is None:
             # A parameter: it changes between two steps, but not in one.
             number = -1 - self.core.parameter_numbers[tensor]
             part = self._num_backwards
             return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
-        run, turn, number = account.name
-        return Key(account.owner, run, turn, Kind.READ, account.version, number)
+        return _key_of(account)
 
     def offer(self, account: Account) -> None:
         """Lets other stages ask for a value of this one, if it is small."""
         tensor = account.tensor
         if account.name is None or tensor is None or self.mailbox.num_stages == 1:
             return
-        run, turn, number = account.name
-        key = Key(self.stage, run, turn, Kind.READ, account.version, number)
         is_small = tensor.nbytes <= _KEPT_BYTES
-        self.mailbox.offer(key, tensor.detach() if is_small else None)
+        self.mailbox.offer(_key_of(account), tensor.detach() if is_small else None)
 
     def _place_parameters(self, placed: Sequence[Tensor]) -> None:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
@@ -776,6 +777,13 @@ class Microbatch:
         self._new_token()
         for tensor, account in self.accounts.items():
             self._begin_parameter(tensor, account)
+
+
+def _key_of(account: Account) -> Key:
+    """Of the message that carries a value to a stage that reads it."""
+    assert account.name is not None
+    run, turn, number = account.name
+    return Key(account.owner, run, turn, Kind.READ, account.version, number)
 
 
 def _described(tensor: Tensor) -> Any:

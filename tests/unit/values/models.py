@@ -153,18 +153,27 @@ class Reads(Model):
 
 
 class ReadsAlone(Model):
-    """The first rank, and the last one, read values that others do not read."""
+    """The first rank, and the last one, read what others do not read: values, and a parameter
+    outside of layers before it is used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.read_here = nn.Parameter(torch.full((1,), 1.3)), list[Any]()
 
     def step(self, batch: Any, number: int) -> Any:
         words, targets = batch
         x = self.embedding(words)
-        loss = self.loss(self.hidden(words), targets)
-        read, mean = [], x.mean()
+        read: list[Any] = []
+        if dist.is_initialized() and dist.get_rank() == 0 and not self.read_here:
+            read = [self.scale.item()]
+        loss = self.loss(self.hidden(words) * self.scale, targets)
+        mean = x.mean()
         if dist.is_initialized() and dist.get_rank() == 0:
-            read = [loss.item(), f"{mean:.3f}"]
+            read += [loss.item(), f"{mean:.3f}"]
         if dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1:
-            read = [mean.item()]
-        self.read_here = [*getattr(self, "read_here", []), *read]
+            read += [mean.item()]
+        self.read_here += read
         return loss
 
 
