@@ -33,6 +33,7 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS, schedule_named
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.suspension import seed_generators
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import Value
 from tests.unit.step.programs import Module, Program, batches_of, random_program
@@ -154,7 +155,7 @@ def on_stages(program: Program, schedules: Iterable[tuple[str, bool]], order: in
         found = Trained([], [], {}, [], [])
         for step, (schedule, overlaps) in enumerate(schedules):
             batches = all_batches[stage][step]
-            engine = Engine(core, overlaps)
+            engine = Engine(core, Tails(core, num_watched=0) if overlaps else None)
             row = schedule_named(schedule)(program.num_stages, len(batches))[stage]
             if program.by_hand:
                 row = tuple(action for action in row if action.kind is Kind.FORWARD)
