@@ -61,14 +61,8 @@ _FIXED = (
     PurePath,
 )
 _LIBRARIES = frozenset(
-    {
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_pipeshift",
-        "torch",
-        "logging",
-    }
+    {"lightning", "lightning_fabric", "lightning_pipeshift", "logging", "pytorch_lightning"}
+    | {"torch"}
 )
 _MISSING = object()
 
@@ -176,7 +170,7 @@ class Tails:
         part.level += 1
         self._begin_part()
         if not self.may_run_ahead:
-            for name in _set_later():
+            for name in _set_later(type(self._core.module)):
                 for label, _ in self._modules.values():
                     self._note(f"{label}.{name}", part, True)
 
@@ -311,24 +305,44 @@ def _intercepted(cls: Any) -> Iterator[None]:
                 delattr(cls, name)
 
 
-def _set_later() -> set[str]:
-    """The names of attributes that functions which run now may still set."""
+def _set_later(root: type) -> set[str]:
+    """The names of attributes that functions which run now may still set, and so may the methods of
+    a class that they call.
+    """
     found: set[str] = set()
+    names: set[str] = set()
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            found.update(_sets_from(frame.f_code, frame.f_lasti))
+            later = _code_from(frame.f_code, frame.f_lasti)
+            found, names = found | later[0], names | later[1]
         frame = frame.f_back
+    todo, seen = names, set[str]()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        for cls in root.__mro__:
+            method = vars(cls).get(name)
+            if isinstance(method, types.FunctionType) and _library_of(cls) not in _LIBRARIES:
+                sets, gets = _code_from(method.__code__, -1)
+                found |= sets
+                todo |= gets - seen
     return found
 
 
 @lru_cache
-def _sets_from(code: types.CodeType, offset: int) -> frozenset[str]:
+def _code_from(code: types.CodeType, offset: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of attributes that code behind an instruction sets, and those that it gets."""
     instructions = list(dis.get_instructions(code))
-    later = [one for one in instructions if one.offset > offset]
+    # From the begin of the statement: what it calls at its end is got first.
+    ends = ("STORE_", "POP_", "RESUME")
+    begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
+    later = [x for x in instructions if x.offset > max(begins, default=-1)]
     if any("BACKWARD" in one.opname for one in later):
         later = instructions
-    return frozenset(one.argval for one in later if one.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    sets = {one.argval for one in later if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    gets = {str(one.argval) for one in later if one.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return frozenset(sets), frozenset(gets)
 
 
 def _library_of(cls: type) -> str:
