@@ -259,9 +259,9 @@ class Engine:
             everything.append(microbatch)
             advance(microbatch)
 
-        tails = self._tails
-        self._runs_ahead = tails is not None and tails.may_run_ahead
+        tails = self._tails if len(batches) > 1 else None
         with kept(core.device), nullcontext() if tails is None else tails.watching():
+            self._runs_ahead = tails is not None and tails.may_run_ahead
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:

@@ -110,7 +110,8 @@ class Tails:
         self._changed: set[str] = set()
         self._before: dict[str, tuple[Any, Any]] = {}
         self._outside_before: list[Any] = []
-        self._num_watched, self._has_read, self._is_said = 0, True, False
+        self._num_watched, self._has_read = 0, True
+        self._is_watching = self._is_said = False
         self.reason = ""
         """Why no step runs ahead in this training; empty if steps may."""
         self.current: Part | None = None
@@ -119,13 +120,18 @@ class Tails:
     @property
     def may_run_ahead(self) -> bool:
         """Whether a step may run ahead of those before it."""
-        return self._num_watched >= self._num_to_watch and not self.reason
+        return self._is_watching and not self._is_new and not self.reason
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether steps are only watched so far."""
+        return self._num_watched < self._num_to_watch
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context of a run of microbatches."""
         if not self._has_read or self.reason:
-            # Steps that read nothing have no tails.
+            # What reads nothing has no tails. A run that reads is watched from the next one on.
             self._has_read = False
             yield
             return
@@ -137,7 +143,9 @@ class Tails:
                 stack.enter_context(_intercepted(cls))
             _WATCHERS.update(dict.fromkeys(self._modules, self))
             stack.callback(lambda: [_WATCHERS.pop(each, None) for each in self._modules])
+            self._is_watching = True
             yield
+        self._is_watching = False
         self._num_watched += self._has_read
         if len(core.written) > num_written or core.switched:
             self._never("writes to parameters, or freezes or thaws some", "Do it between steps")
@@ -169,13 +177,13 @@ class Tails:
         self._end_part(part)
         part.level += 1
         self._begin_part()
-        if not self.may_run_ahead:
+        if self._is_new:
             for name in _set_later(type(self._core.module)):
                 for label, _ in self._modules.values():
                     self._note(f"{label}.{name}", part, True)
 
     def _begin_part(self) -> None:
-        if not self.may_run_ahead:
+        if self._is_new:
             self._outside_before = [_content(find()) for _, find in self._outside]
 
     def _end_part(self, part: Part) -> None:
@@ -183,7 +191,7 @@ class Tails:
             if _content(x) != before:
                 self._changed.add(name)
         self._before.clear()
-        if not self.may_run_ahead:
+        if self._is_new:
             for (name, find), before in zip(self._outside, self._outside_before, strict=True):
                 if _content(find()) != before:
                     self._never(f"changes {name}", "Keep it in an attribute of the module")
@@ -224,10 +232,10 @@ class Tails:
         bit = 1 << min(part.level, _MOST_PARTS)
         before = self._note(name, part, changes)
         if name not in self._changed and not _is_fixed(value):
-            if not _can_be_compared(value) or (self.may_run_ahead and before and not before & bit):
+            if not _can_be_compared(value) or (not self._is_new and before and not before & bit):
                 # Or it is used by other parts than it was when it was compared.
                 self._changed.add(name)
-            elif not self.may_run_ahead:
+            elif self._is_new:
                 self._before.setdefault(name, (value, _content(value)))
         if name in self._changed and self._touched[name] >> (part.level + 1) and part.is_ahead():
             part.stall(name)
