@@ -33,26 +33,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.arguments import is_node
+from lightning_pipeshift.values.arguments import is_node, parts_of
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard
-from lightning_pipeshift.values.layer_state import NO_STATE, mark
-from lightning_pipeshift.values.value import Value, user_line
+from lightning_pipeshift.values.layer_state import NO_STATE
+from lightning_pipeshift.values.value import Value, user_line, version_in
 
 # How many runs with reads are watched before a step may run ahead.
 _WATCHED_RUNS = 2
 # Parts behind this one count as one.
 _MOST_PARTS = 30
-# Larger contents are not compared: only their number is.
+# What is beyond that in an object is not compared.
 _MOST_CONTENTS = 10_000
+_PLAIN = (int, float, str, bytes, type(None))
 _FIXED = (
     nn.Module,
     nn.Parameter,
-    int,
-    float,
-    str,
-    bytes,
-    type(None),
+    *_PLAIN,
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -184,16 +181,16 @@ class Tails:
 
     def _begin_part(self) -> None:
         if self._is_new:
-            self._outside_before = [_content(find()) for _, find in self._outside]
+            self._outside_before = [_Content(find()) for _, find in self._outside]
 
     def _end_part(self, part: Part) -> None:
         for name, (x, before) in self._before.items():
-            if _content(x) != before:
+            if _Content(x) != before:
                 self._changed.add(name)
         self._before.clear()
         if self._is_new:
             for (name, find), before in zip(self._outside, self._outside_before, strict=True):
-                if _content(find()) != before:
+                if _Content(find()) != before:
                     self._never(f"changes {name}", "Keep it in an attribute of the module")
 
     def end_step(self, part: Part) -> None:
@@ -236,7 +233,7 @@ class Tails:
                 # Or it is used by other parts than it was when it was compared.
                 self._changed.add(name)
             elif self._is_new:
-                self._before.setdefault(name, (value, _content(value)))
+                self._before.setdefault(name, (value, _Content(value)))
         if name in self._changed and self._touched[name] >> (part.level + 1) and part.is_ahead():
             part.stall(name)
 
@@ -276,41 +273,42 @@ _WATCHERS: dict[int, Tails] = {}
 """By the ``id`` of a module whose attributes are watched now."""
 
 
+_INTERCEPTED: dict[type, tuple[int, dict[str, Any]]] = {}
+"""Classes whose objects' attributes are watched: in how many contexts, and their own methods."""
+_USES = {"__getattribute__": False, "__setattr__": True, "__delattr__": True}
+
+
 @contextmanager
-def _intercepted(cls: Any) -> Iterator[None]:
+def _intercepted(cls: type) -> Iterator[None]:
     """Context in which uses of attributes of a class's objects are told to who watches these."""
-    names = "__getattribute__", "__setattr__", "__delattr__"
-    own = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
-    get, set_, delete = (getattr(cls, name) for name in names)
-
-    def getting(self: Any, name: str) -> Any:
-        watcher = _WATCHERS.get(id(self))
-        if watcher is not None:
-            watcher.use_attribute(self, name, False)
-        return get(self, name)
-
-    def setting(self: Any, name: str, value: Any) -> None:
-        watcher = _WATCHERS.get(id(self))
-        if watcher is not None:
-            watcher.use_attribute(self, name, True)
-        set_(self, name, value)
-
-    def deleting(self: Any, name: str) -> None:
-        watcher = _WATCHERS.get(id(self))
-        if watcher is not None:
-            watcher.use_attribute(self, name, True)
-        delete(self, name)
-
-    for name, function in zip(names, (getting, setting, deleting), strict=True):
-        setattr(cls, name, function)
+    count, own = _INTERCEPTED.get(cls, (0, {}))
+    if not count:
+        own = {name: vars(cls)[name] for name in _USES if name in vars(cls)}
+        for name, sets in _USES.items():
+            setattr(cls, name, _telling(getattr(cls, name), sets))
+    _INTERCEPTED[cls] = count + 1, own
     try:
         yield
     finally:
-        for name in names:
-            if name in own:
-                setattr(cls, name, own[name])
-            else:
-                delattr(cls, name)
+        count, own = _INTERCEPTED.pop(cls)
+        if count > 1:
+            _INTERCEPTED[cls] = count - 1, own
+        else:
+            for name in _USES:
+                if name in own:
+                    setattr(cls, name, own[name])
+                else:
+                    delattr(cls, name)
+
+
+def _telling(method: Callable[..., Any], sets: bool) -> Callable[..., Any]:
+    def use(self: Any, name: str, *value: Any) -> Any:
+        watcher = _WATCHERS.get(id(self))
+        if watcher is not None:
+            watcher.use_attribute(self, name, sets)
+        return method(self, name, *value)
+
+    return use
 
 
 def _set_later(root: type) -> set[str]:
@@ -377,19 +375,37 @@ def _can_be_compared(x: Any) -> bool:
     return is_node(x) and is_plain
 
 
-class _Contents(dict[int, Any]):
-    def __setitem__(self, key: int, x: Any) -> None:
-        if len(self) >= _MOST_CONTENTS:
-            raise OverflowError
-        super().__setitem__(key, x)
+class _Content:
+    """What is in an object, as far as it tells whether the object was changed meanwhile."""
 
+    def __init__(self, x: Any) -> None:
+        self._found: list[Any] = []
+        # Kept, so that no `id` is used again.
+        self._seen: dict[int, Any] = {}
+        todo = [x]
+        while todo and len(self._seen) < _MOST_CONTENTS:
+            one = todo.pop()
+            if isinstance(one, _PLAIN):
+                self._found += type(one), one
+                continue
+            self._found.append(id(one))
+            if id(one) in self._seen or _is_fixed(one):
+                continue
+            self._seen[id(one)] = one
+            if isinstance(one, Tensor):
+                self._found.append(version_in(one))
+            elif isinstance(one, tuple):
+                todo += one
+            elif is_node(one):
+                parts = parts_of(one)
+                self._found.append(len(parts))
+                for place, part in parts:
+                    todo += place[1], part
 
-def _content(x: Any) -> Any:
-    """What tells whether an object was changed meanwhile."""
-    try:
-        return mark(x, _Contents())
-    except OverflowError:
-        return id(x), len(x) if hasattr(x, "__len__") else 0
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Content) and self._found == other._found
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _state_outside(root: type) -> list[tuple[str, Callable[[], Any]]]:
