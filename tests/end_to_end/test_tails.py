@@ -197,9 +197,7 @@ class Draws(Reads):
 
 
 class Collects(Reads):
-    """A list of dictionaries that the head of a step looks into."""
-
-    runs_ahead = False
+    """A dictionary of lists that a step looks into in front of its read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,8 +249,6 @@ class Looks(Reads):
 
 class CallsAgain(Reads):
     """Calls a layer with running statistics behind the read, too."""
-
-    runs_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
