@@ -24,6 +24,7 @@ from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.values.core import Core
 
@@ -79,7 +80,7 @@ def measure(seconds: float, microbatches: int, rounds: int) -> dict[str, list[fl
         read.append(loss.item())
         return loss
 
-    engines = [(plain, Engine(core)), (reads, Engine(core, overlaps=True)), (reads, Engine(core))]
+    engines = [(plain, Engine(core)), (reads, Engine(core, Tails(core))), (reads, Engine(core))]
     found: dict[str, list[float]] = {name: [] for name in ROWS}
     with core.placed(), core.seeing_parameters():
         for number in range(rounds + 1):

@@ -5,9 +5,9 @@ runs meanwhile; a backward is not begun before its first gradient is there, as l
 can run. In a fixed order stages would wait for each other where values flow backwards, from a later
 stage to an earlier one.
 
-Whatever the order, user code sees each microbatch's step run as a whole before the next one's:
-with ``overlaps``, the part of a step behind a read may run later, which is right for steps that
-change nothing there that the part before the read of a later microbatch sees.
+Whatever the order, user code sees each microbatch's step run as a whole before the next one's. The
+part of a step behind a read may run later than the begin of later microbatches' steps, if these use
+nothing that it changes: :mod:`lightning_pipeshift.step.tails` sees to that.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
-from lightning_pipeshift.values.value import run_by
+from lightning_pipeshift.values.value import run_by, running, user_line
 
 
 class SuspendableMicrobatch(Microbatch):
@@ -40,6 +42,8 @@ class SuspendableMicrobatch(Microbatch):
         turn: the microbatch's number in the run.
         body: runs the user's step.
         outside: the state of the thread while no step runs.
+        tails: watches what the steps use, if any of them may run ahead.
+        live: the steps that are suspended, by their turns.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class SuspendableMicrobatch(Microbatch):
         turn: int,
         body: Callable[[Any], Any],
         outside: ThreadState,
+        tails: Tails | None,
+        live: dict[int, SuspendableMicrobatch],
     ) -> None:
         super().__init__(core, run_number, step, turn)
         self.result: Any = None
@@ -59,7 +65,11 @@ class SuspendableMicrobatch(Microbatch):
         self.flags: dict[torch.Tensor, bool] = {}
         """Of the parameters that were frozen or thawed: whether the backward trains them."""
         self.waits_for: tuple[Key, Place] | None = None
-        """While it is suspended: the message that it waits for."""
+        """While it is suspended: the message that it waits for; ``None`` if it waits for the end of
+        all earlier steps."""
+        self.level, self.used = 0, set[str]()
+        self._tails, self._live = tails, live
+        self._stalled_at = ""
         self._engine, self._outside = getcurrent(), outside
         self._greenlet = greenlet(partial(self._step_through, body))
         self._stream = core.seed, step, turn
@@ -69,6 +79,8 @@ class SuspendableMicrobatch(Microbatch):
         with run_by(self):
             self.result = body(self)
         self.flags = {x: x.requires_grad for x in self.core.switched}
+        if self._tails is not None:
+            self._tails.end_step(self)
         self.is_done = True
 
     def advance(self) -> None:
@@ -77,16 +89,82 @@ class SuspendableMicrobatch(Microbatch):
 
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message; other microbatches run meanwhile."""
-        can_wait = getcurrent() is self._greenlet and not self.is_in_backward
-        if can_wait and not torch.is_inference_mode_enabled() and not self.mailbox.has(key):
-            self.waits_for = key, place
-            state = ThreadState(self.core.device)
-            self._outside.restore()
-            with run_by(None):
-                self._engine.switch()
-            state.restore()
-            self.waits_for = None
-        return super().receive(key, place)
+        is_in_step = getcurrent() is self._greenlet and not self.is_in_backward
+        if is_in_step and not torch.is_inference_mode_enabled() and not self._has(key):
+            self._suspend((key, place))
+        message = super().receive(key, place)
+        if is_in_step and self._tails is not None and self._may_be_passed(key):
+            self._tails.next_part(self)
+        return message
+
+    def _suspend(self, waits_for: tuple[Key, Place] | None) -> None:
+        self.waits_for = waits_for
+        state = ThreadState(self.core.device)
+        self._outside.restore()
+        with run_by(None):
+            self._engine.switch()
+        state.restore()
+        self.waits_for = None
+
+    def _may_be_passed(self, key: Key) -> bool:
+        """Whether later microbatches' steps may begin while this one waits for a message: one of a
+        later stage, so that the last stage runs all steps in their order.
+        """
+        return key.kind in (Carries.READ, Carries.TOLD) and key.source > self.stage
+
+    @property
+    def may_be_passed(self) -> bool:
+        """Whether later microbatches' steps may begin now, where this one is suspended."""
+        return self.waits_for is not None and self._may_be_passed(self.waits_for[0])
+
+    def _has(self, key: Key) -> bool:
+        return self.mailbox.has(key) and self._is_next(key)
+
+    def _is_next(self, key: Key) -> bool:
+        """Whether all earlier steps are behind the part that ends with a message: parts of the same
+        number run in the order of the microbatches.
+        """
+        level = self.level + self._may_be_passed(key)
+        return all(one.level >= level for turn, one in self._live.items() if turn < self.turn)
+
+    def can_go_on(self) -> bool:
+        """Whether it need not be suspended any longer."""
+        if self.waits_for is None:
+            return not self.is_ahead()
+        return self._has(self.waits_for[0])
+
+    def is_ahead(self) -> bool:
+        """Whether an earlier microbatch's step is suspended."""
+        return any(turn < self.turn for turn in self._live)
+
+    def followers(self) -> Iterable[SuspendableMicrobatch]:
+        """The later microbatches' steps that have begun."""
+        return (one for turn, one in self._live.items() if turn > self.turn)
+
+    def stall(self, name: str) -> None:
+        """Waits until the steps of all earlier microbatches have ended.
+
+        Args:
+            name: of the attribute because of which it has to; "" for the end of the step.
+
+        Raises:
+            LayerError: it cannot be suspended here.
+        """
+        if running() is not self or torch.is_inference_mode_enabled():
+            raise LayerError(
+                f"The step uses `{name}` ({user_line()}) in inference mode or in a layer, and"
+                " changes it in front of a read or behind it. Use it outside of these."
+            )
+        self._stalled_at = name and f"`{name}` ({user_line()})"
+        self._suspend(None)
+
+    def enters_layer(self, number: int) -> None:
+        """See :class:`Microbatch`."""
+        if self._tails is not None:
+            if self._stalled_at:
+                self._tails.say_early_wait(self._stalled_at)
+            core = self.core
+            self._tails.use(f"layer {core.names[number]}", None, bool(core.buffers[number]))
 
 
 class Engine:
@@ -94,18 +172,20 @@ class Engine:
 
     Args:
         core: the module's layers and their owners.
-        overlaps: whether the part of a step behind a read may run later than parts of other
-            microbatches' steps.
+        tails: says whether a step may begin while an earlier one waits for what it reads; ``None``:
+            it may not.
         around: makes the context of an action; of a forward that was suspended, of each part.
     """
 
     def __init__(
         self,
         core: Core,
-        overlaps: bool = False,
+        tails: Tails | None = None,
         around: Callable[[Action], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._core, self._overlaps, self._around = core, overlaps, around
+        self._core, self._around = core, around
+        self._tails = tails
+        self._runs_ahead = False
         self._before_last_backward: Callable[[], object] | None = None
         self.num_suspended = 0
         """How often a step went on after it was suspended."""
@@ -146,7 +226,13 @@ class Engine:
 
         def advance(microbatch: SuspendableMicrobatch) -> None:
             with self._around(Action(Kind.FORWARD, microbatch.turn)):
-                microbatch.advance()
+                if tails is not None:
+                    tails.current = microbatch
+                try:
+                    microbatch.advance()
+                finally:
+                    if tails is not None:
+                        tails.current = None
             if microbatch.is_done:
                 live.pop(microbatch.turn, None)
                 done[microbatch.turn] = microbatch
@@ -156,6 +242,8 @@ class Engine:
         def begin(turn: int) -> None:
             def body(microbatch: SuspendableMicrobatch) -> Any:
                 result = function(batches[turn], turn)
+                if microbatch.is_ahead():
+                    microbatch.stall("")
                 if with_backward:
                     # An operation of the program: every stage has a part in it.
                     microbatch.root = find_root(result, turn)
@@ -164,12 +252,16 @@ class Engine:
                     microbatch.first_gradient = None
                 return result
 
-            microbatch = SuspendableMicrobatch(core, core.num_steps, step, turn, body, outside)
+            microbatch = SuspendableMicrobatch(
+                core, core.num_steps, step, turn, body, outside, tails, live
+            )
             microbatch.has_later_backward = with_backward
             everything.append(microbatch)
             advance(microbatch)
 
-        with kept(core.device):
+        tails = self._tails if len(batches) > 1 else None
+        with kept(core.device), nullcontext() if tails is None else tails.watching():
+            self._runs_ahead = tails is not None and tails.may_run_ahead
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:
@@ -192,24 +284,18 @@ class Engine:
 
     def _may_pass(self, suspended: SuspendableMicrobatch) -> bool:
         """Whether a later microbatch may go on while this one waits."""
-        wait = suspended.waits_for
-        return self._overlaps and wait is not None and wait[0].kind in (Carries.READ, Carries.TOLD)
+        return self._runs_ahead and suspended.may_be_passed
 
-    def _waits(self, live: dict[int, SuspendableMicrobatch]) -> Iterator[tuple[int, Key, Place]]:
-        """The suspended microbatches that may go on, by their turns, and what they wait for: up to
-        the first that no later one may pass.
-        """
+    def _in_turn(self, live: dict[int, SuspendableMicrobatch]) -> Iterator[SuspendableMicrobatch]:
+        """The suspended microbatches that may go on, up to the first that no later one may pass."""
         for turn in sorted(live):
-            wait = live[turn].waits_for
-            assert wait is not None
-            yield turn, *wait
+            yield live[turn]
             if not self._may_pass(live[turn]):
                 return
 
     def _ready(self, live: dict[int, SuspendableMicrobatch]) -> SuspendableMicrobatch | None:
-        """The first suspended microbatch whose message is there."""
-        mailbox = self._core.mailbox
-        return next((live[turn] for turn, key, _ in self._waits(live) if mailbox.has(key)), None)
+        """The first suspended microbatch that can go on."""
+        return next((one for one in self._in_turn(live) if one.can_go_on()), None)
 
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
         return all(map(self._may_pass, live.values()))
@@ -247,7 +333,7 @@ class Engine:
         live: dict[int, SuspendableMicrobatch],
         done: dict[int, SuspendableMicrobatch],
     ) -> None:
-        waits = [(key, place) for _, key, place in self._waits(live)]
+        waits = [one.waits_for for one in self._in_turn(live) if one.waits_for is not None]
         oldest = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
         first = done[oldest].first_gradient if oldest in done else None
         if first is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from lightning_pipeshift.model.gates.layers import MOST_OPENED
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
-from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
@@ -40,14 +41,36 @@ from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, run_by, set_program
+from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+
+
+class _Recorder(LogRecorder):
+    """Records what each microbatch logs: their steps may run in parts, in turns."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._by_step: dict[Any, list[LoggedValue]] = {}
+        super().__init__(root)
+
+    @property
+    def records(self) -> list[LoggedValue]:
+        """What the step that runs has logged."""
+        return self._by_step.setdefault(running(), [])
+
+    @records.setter
+    def records(self, records: list[LoggedValue]) -> None:
+        self._by_step[running()] = records
+
+    def take(self) -> list[LoggedValue]:
+        """What the step that runs has logged, once."""
+        return self._by_step.pop(running(), [])
 
 
 class _Recording:
@@ -79,6 +102,8 @@ class ValuePipeline(Pipeline):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._recorder = _Recorder(self.root)
+        self._recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
         self._evaluated: list[_Evaluated] = []
@@ -162,8 +187,10 @@ class ValuePipeline(Pipeline):
                     self.core.written.add(use.parameter)
         self._placed = self.core.placed()
         self._placed.__enter__()
-        self._engine = Engine(self.core, around=self._around)
-        self._recorder.current = _Recording()
+        is_alone = self.channels.num_stages == 1
+        says = self.vm == self.channels.stage == 0
+        self._tails = None if is_alone else Tails(self.core, warnings.warn if says else _no_one)
+        self._engine = Engine(self.core, self._tails, self._around)
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
@@ -204,6 +231,10 @@ class ValuePipeline(Pipeline):
             if _has_values(last):
                 set_last_value(metric, to_device(value, self.channels.device))
         return tree
+
+    def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
+        """Runs a user's step; returns its result, and what it has logged."""
+        return step(self.root, batch), self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -289,11 +320,10 @@ class ValuePipeline(Pipeline):
         self.holdings.set_gradients_aside(given.keeps_gradients)
 
         def run(part: Any, turn: int) -> Any:
-            result = given.step(self.root, part)
-            losses.add(result, self._recorder.take(), self.channels.device)
-            return result
+            return self._logged(given.step, part, turn)
 
-        def root_of(result: Any, turn: int) -> Any:
+        def root_of(found: tuple[Any, list[LoggedValue]], turn: int) -> Any:
+            losses.add(*found, self.channels.device)
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -325,10 +355,12 @@ class ValuePipeline(Pipeline):
         """
         self._begin_step(given, given.batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
-        function = partial(_run_step, given.step, self.root)
-        (result,) = self._in_step("train", given.step_number, [given.batch], function, row)
+        function = partial(self._logged, given.step)
+        ((result, logged),) = self._in_step(
+            "train", given.step_number, [given.batch], function, row
+        )
         size = size_or_one(given.batch)
-        logs = merge_logs([self._recorder.take()], [size], [float(size)])
+        logs = merge_logs([logged], [size], [float(size)])
         result, logs = self._gathered_with_metrics((result, logs))
         report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
         self._end_step(given, report, 1)
@@ -374,9 +406,8 @@ class ValuePipeline(Pipeline):
         key = self._key(purpose, step_number, 0)
         self._prepare(key, step, batch, (), final)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
-        function = partial(_run_step, step, self.root)
-        (result,) = self._in_step(purpose, step_number, [batch], function, row)
-        logs = self._recorder.take()
+        function = partial(self._logged, step)
+        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
         each_step = any(log.options.get("on_step") for log in logs)
@@ -447,8 +478,8 @@ class ValuePipeline(Pipeline):
         super().make_whole()
 
 
-def _run_step(step: UserStep, root: nn.Module, batch: Any, _: int) -> Any:
-    return step(root, batch)
+def _no_one(sentence: str) -> None:
+    """Shows a sentence to no one: another rank shows it."""
 
 
 def _of_its_own(leaf: Any) -> Any:

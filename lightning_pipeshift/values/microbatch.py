@@ -141,6 +141,12 @@ class Microbatch:
                 digest = digest * 31 + zlib.crc32(repr(x).encode())
         self.digest = digest & DIGEST_MASK
 
+    def _note_values(self, arguments: Arguments) -> None:
+        """Adds the values that an operation uses to the digest: each by its name."""
+        for x in arguments.tensors:
+            if isinstance(x, Value) and x.account.name is not None:
+                self.digest = (self.digest * 31 + sum(x.account.name)) & DIGEST_MASK
+
     def _key(self, source: int, kind: Kind) -> Key:
         self._serial += 1
         return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
@@ -261,6 +267,7 @@ class Microbatch:
             core.keep(key, contract)
         label = name_of(function)
         self.note(label, args)
+        self._note_values(arguments)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
@@ -377,9 +384,13 @@ class Microbatch:
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        self.enters_layer(number)
         self._num_layers += 1
         self.note(self.core.names[number], args)
         return self._called(number, args, kwargs)
+
+    def enters_layer(self, number: int) -> None:
+        """Called before a layer."""
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self.core
@@ -391,6 +402,7 @@ class Microbatch:
         state, recomputes = core.states[number], self._recomputes
         given = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments((given, kwargs), _described, exact=True)
+        self._note_values(arguments)
         parameters = core.parameters[number]
         flags = flags_of(
             [module for _, module in modules], [parameter for _, parameter in parameters]

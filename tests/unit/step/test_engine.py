@@ -35,7 +35,7 @@ def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
         outside = ThreadState(CPU)
         outside.restore()
         before = torch.get_rng_state()
-        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside)
+        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, {})
         microbatch.advance()
         assert microbatch.waits_for == (KEY, PLACE)
         assert running() is None
@@ -60,7 +60,7 @@ def test_no_step_is_suspended_in_inference_mode() -> None:
     with kept(CPU):
         outside = ThreadState(CPU)
         outside.restore()
-        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside)
+        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, {})
         microbatch.advance()
     assert microbatch.is_done
     assert microbatch.result is message

@@ -16,6 +16,7 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import Value
 
@@ -566,7 +567,7 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
     model, steps = made(name)
     mailbox = connected()
     core = core_of(model, mailbox)
-    engine = Engine(core, overlaps)
+    engine = Engine(core, Tails(core, num_watched=0) if overlaps else None)
     row = schedule_named(schedule)(mailbox.num_stages, MICROBATCHES)[mailbox.stage]
     if model.by_hand:
         row = tuple(action for action in row if action.kind is Kind.FORWARD)

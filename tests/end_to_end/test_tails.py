@@ -1,0 +1,318 @@
+"""Steps that read values, with ``core="values"``: the first stage begins the next microbatch while
+it waits for what a step reads, as far as the step's Python state allows it. The bits and the side
+effects are those of plain Lightning.
+
+What runs when is seen in a file: the first layer's forward writes a letter into it, and so does the
+part of a step behind its read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end.test_values import (
+    BATCHES,
+    MICROBATCHES,
+    WIDTH,
+    WORDS,
+    Base,
+    Block,
+    Outcome,
+    Running,
+    run_all,
+)
+
+# So many steps are watched before a step runs ahead.
+NUM_WATCHED = 2
+TOTALS = {"steps": 0.0}
+
+
+class FirstBlock(Block):
+    """A block that writes a letter into a file."""
+
+    file: Path
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, length, width)`` -> the same."""
+        with type(self).file.open("a") as file:
+            file.write("f")
+        return super().forward(x)
+
+
+class LastLayer(nn.Linear):
+    """Begins the first microbatch of a step only when the first stage has begun the second one."""
+
+    file: Path
+    calls = itertools.count()
+    waits = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, length, width)`` -> ``(batch, length, words)``."""
+        if type(x) is not Tensor:
+            # A run without values.
+            return super().forward(x)
+        step, microbatch = divmod(next(type(self).calls), MICROBATCHES)
+        if type(self).waits and step >= NUM_WATCHED and not microbatch:
+            begun = step * MICROBATCHES + 2
+            while type(self).file.read_text().count("f") < begun:
+                # If it never does, the test's time limit ends this.
+                time.sleep(0.001)
+        return super().forward(x)
+
+
+class Reads(Base):
+    """Reads its loss. Subclasses have other state."""
+
+    runs_ahead = True
+    """Whether the first stage runs ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.head = FirstBlock(), LastLayer(WIDTH, WORDS)
+        self.scale = 1.0
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words) * self.scale, targets)
+        return self.behind(loss, loss.item())
+
+    def begin_files(self) -> None:
+        """Tells the layers their files."""
+        rank, others = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") != "1"
+        self.order = Path(f"{self.written}.{rank}.order")
+        FirstBlock.file, LastLayer.file = self.order, Path(f"{self.written}.0.order")
+        LastLayer.waits = others and self.runs_ahead
+
+    def on_fit_start(self) -> None:
+        self.begin_files()
+        LastLayer.calls = itertools.count()
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        """The part of the step behind the read."""
+        with self.order.open("a") as file:
+            file.write("b")
+        return loss
+
+
+class Keeps(Reads):
+    """Appends to a list, counts, writes a file, updates a metric, branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.meter, self.mean = 0, Running(), MeanMetric()
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.count += 1
+        self.meter.update(read)
+        self.mean.update(read)
+        self.noted.append((self.count, read, self.meter.mean))
+        if self.trainer.is_global_zero:
+            with self.written.open("a") as file:
+                file.write(f"{read}\n")
+        if read > 2.4:
+            loss = loss * 1.5
+        return super().behind(loss, read)
+
+
+class InOneLine(Reads):
+    """Appends, and adds, in the line of the read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        self.noted.append(loss.item())
+        self.total += loss.item()
+        self.noted.append(self.total)
+        return self.behind(loss, 0.0)
+
+
+class Scales(Reads):
+    """What a step reads decides on the next step's numbers, behind all layers."""
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.scale *= 0.99 if read > 2.4 else 1.01
+        return super().behind(loss, read)
+
+
+class ScalesLater(Reads):
+    """As Scales, but nothing changes in the first steps, which are watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.count += 1
+        if self.count > 13:
+            self.scale *= 0.99
+        return super().behind(loss, read)
+
+
+class ScalesFirst(Scales):
+    """As Scales, in front of the layers."""
+
+    runs_ahead = False
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        return super().forward(words.flip(1) if self.scale < 0.96 else words)
+
+
+class Draws(Reads):
+    """Draws from a generator of its own in front of the read and behind it."""
+
+    runs_ahead = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        return (
+            super().forward(words)
+            if self.generator.random() < 0.7
+            else super().forward(words.flip(1))
+        )
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.noted.append(self.generator.random())
+        return super().behind(loss, read)
+
+
+class Collects(Reads):
+    """A dictionary of lists that a step looks into in front of its read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[float]] = {"losses": []}
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        return super().forward(words) * (1 + 0.01 * sum(self.found["losses"][-2:]))
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.found["losses"].append(read)
+        return super().behind(loss, read)
+
+
+class CountsOutside(Reads):
+    """Adds to a global."""
+
+    runs_ahead = False
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        TOTALS["steps"] += read
+        return super().behind(loss * (1 + 0.01 * TOTALS["steps"]), read)
+
+
+class Noisy(Block):
+    """A block that keeps what it returned."""
+
+    kept: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(batch, length, width)`` -> the same."""
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Looks(Reads):
+    """Uses what a layer has kept, behind the read."""
+
+    runs_ahead = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Noisy()
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        block: Any = self.blocks[1]
+        return super().behind(loss + 0.1 * block.kept.pow(2).mean(), read)
+
+
+class CallsAgain(Reads):
+    """Calls a layer with running statistics behind the read, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.BatchNorm1d(6)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        return self.head(self.blocks[1](self.normed(self.blocks[0](self.embedding(words)))))
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        extra = self.normed(self.embedding(torch.ones(2, 6, dtype=torch.long))).mean()
+        return super().behind(loss + extra, read)
+
+
+MODELS = (
+    Reads,
+    Keeps,
+    InOneLine,
+    Scales,
+    ScalesFirst,
+    ScalesLater,
+    Draws,
+    Collects,
+    CountsOutside,
+    Looks,
+    CallsAgain,
+)
+
+
+@lru_cache
+def plainly(folder: str) -> list[Outcome]:
+    """All models in plain Lightning."""
+    (found,) = run_ranks(run_all, 1, None, folder, MODELS)
+    return found
+
+
+@lru_cache
+def on_stages(stages: int, folder: str) -> list[list[Outcome]]:
+    """All models on all ranks, in one job."""
+    return run_ranks(run_all, stages, {"partition": "uniform"}, folder, MODELS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One for each number of stages."""
+    return [str(tmp_path_factory.mktemp(f"stages{number}")) for number in range(4)]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_first_stage_runs_ahead_where_it_may(
+    kind: type[Reads], stages: int, folders: list[str]
+) -> None:
+    at = MODELS.index(kind)
+    expected = plainly(folders[0])[at]
+    for found in (each[at] for each in on_stages(stages, folders[stages])):
+        others = expected.parameters
+        assert [n for n, x in found.parameters.items() if not torch.equal(x, others[n])] == []
+        assert found.noted == expected.noted
+    first = on_stages(stages, folders[stages])[0][at]
+    assert first.lines == expected.lines
+    file = Path(folders[stages]) / f"{kind.__name__}.0.order"
+    order = file.read_text()
+    steps = [order[at : at + 2 * MICROBATCHES] for at in range(0, len(order), 2 * MICROBATCHES)]
+    assert len(steps) == 2 * BATCHES
+    assert steps[:NUM_WATCHED] == ["fb" * MICROBATCHES] * NUM_WATCHED
+    assert all(step.startswith("ff") is kind.runs_ahead for step in steps[NUM_WATCHED:])
