@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_models
+from benchmarks import zoo_models, zoo_transformers
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift.model.gates.layers import find_layers
@@ -254,9 +254,12 @@ def known(library: str) -> list[Case]:
 def cases(library: str, match: str | None, only_known: bool) -> list[Case]:
     """The models of a library; those that are known to be built come first."""
     found = known(library)
-    names = {case.name for case in found}
     if not only_known:
-        found += [case for case in zoo_models.cases(library, match) if case.name not in names]
+        others = zoo_models.cases(library, match)
+        if library == "transformers":
+            others += [Case(library, *pair) for pair in zoo_transformers.more_heads()]
+        done = {(case.family, case.name) for case in found}
+        found += [case for case in others if (case.family, case.name) not in done]
     return [case for case in found if re.search(match or "", f"{case.family}/{case.name}")]
 
 
@@ -334,7 +337,9 @@ def main() -> None:
         if options.show and found.text:
             print(found.text, flush=True)
         if options.json is not None:
-            # A sweep takes long: what is done is there, whatever becomes of the rest.
+            # A sweep takes long: what is done is there, whatever becomes of the rest. The traces
+            # are not: they are long.
+            verdicts[-1] = replace(found, text="")
             save(options.json, _figures(verdicts, options.stages), says_so=False)
     print_table(
         f"On {options.stages} stages, beside a plain loop",
@@ -363,7 +368,7 @@ def _figures(verdicts: Sequence[Verdict], num_stages: int) -> dict[str, Any]:
     return {
         "stages": num_stages,
         "summary": _counts(verdicts),
-        "models": [asdict(x) for x in verdicts],
+        "models": [{name: x for name, x in asdict(each).items() if x} for each in verdicts],
     }
 
 

@@ -38,6 +38,8 @@ _HEADS = (
     "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
+# Others, for architectures that have an earlier one of the list, too.
+_MORE_HEADS = ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",)
 
 # What a number of this name becomes. The first that matches the whole name counts.
 _SIZES: tuple[tuple[str, int | None], ...] = (
@@ -84,6 +86,21 @@ def model_types() -> dict[str, str]:
                 found[model_type] = name if isinstance(name, str) else name[0]
                 break
     return found
+
+
+def more_heads() -> list[tuple[str, str]]:
+    """The model types and classes of the mappings that :func:`model_types` leaves out."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    first = set(model_types().items())
+    found = {}
+    for head in (*_HEADS[:-1], *_MORE_HEADS):
+        for model_type, name in getattr(modeling_auto, head).items():
+            pair = model_type, name if isinstance(name, str) else name[0]
+            if model_type in CONFIG_MAPPING_NAMES and pair not in first:
+                found[pair] = None
+    return list(found)
 
 
 def choices() -> Iterator[dict[str, Any]]:
