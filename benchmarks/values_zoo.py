@@ -19,6 +19,7 @@ model is built is taken from the results of ``benchmarks.zoo`` where it is known
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import random
@@ -54,6 +55,12 @@ SCHEDULES = ("1f1b", "gpipe")
 NUM_MICROBATCHES = 2
 LEARNING_RATE = 0.01
 AT_LEAST_LAYERS = 8
+LOADS_MOST = {
+    "timm": "timm.models",
+    "torchvision": "torchvision.models",
+    "transformers": "transformers.models.bart.modeling_bart",
+}
+"""The module of each library that imports most of what its models have in common."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +325,9 @@ def main() -> None:
         before = json.loads(options.json.read_text())["figures"]["models"]
         verdicts = [Verdict(**model) for model in before]
     done = {(x.library, x.name) for x in verdicts}
+    for library in options.library:
+        # The process of each model has it then.
+        importlib.import_module(LOADS_MOST[library])
     todo = [
         case for library in options.library for case in cases(library, options.match, options.known)
     ]

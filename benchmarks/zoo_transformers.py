@@ -26,6 +26,8 @@ IMAGE_SIZE = 32
 PATCH_SIZE = 8
 MOST_PARAMETERS = 40_000_000
 
+_TOO_LARGE = "it could not be shrunk"
+
 # The first of these that an architecture has: a model with a head and a loss of its own first.
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -94,7 +96,7 @@ def more_heads() -> list[tuple[str, str]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     first = set(model_types().items())
-    found = {}
+    found: dict[tuple[str, str], None] = {}
     for head in (*_HEADS[:-1], *_MORE_HEADS):
         for model_type, name in getattr(modeling_auto, head).items():
             pair = model_type, name if isinstance(name, str) else name[0]
@@ -109,6 +111,18 @@ def choices() -> Iterator[dict[str, Any]]:
         for kv_heads in (2, NUM_HEADS):
             yield {"keeps_rope": keeps_rope, "kv_heads": kv_heads, "head": True}
     yield {"keeps_rope": True, "kv_heads": NUM_HEADS, "head": False}
+
+
+def is_small(model_type: str, class_name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a model made in this way is small, or may be: it is found without memory."""
+    try:
+        with torch.device("meta"):
+            create(model_type, class_name, options, 0.0)
+    except ValueError as error:
+        return _TOO_LARGE not in str(error)
+    except Exception:  # the meta device's own, or the model's: building it tells
+        pass
+    return True
 
 
 def create(model_type: str, class_name: str, options: Mapping[str, Any], rate: float) -> nn.Module:
@@ -130,7 +144,7 @@ def create(model_type: str, class_name: str, options: Mapping[str, Any], rate: f
         model = getattr(transformers, class_name)(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters > MOST_PARAMETERS:
-        raise ValueError(f"it could not be shrunk: {num_parameters} parameters are left")
+        raise ValueError(f"{_TOO_LARGE}: {num_parameters} parameters are left")
     return model
 
 

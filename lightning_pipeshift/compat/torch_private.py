@@ -318,6 +318,10 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+USES_OF_ONE: Final = 2
+"""The :func:`storage_use_count` of one tensor: it, and the Python object of its storage."""
+
+
 def mark_as_parameter(tensor: Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` true for a tensor of another subclass, as
     ``nn.Parameter(tensor)`` does for classes that it can make itself.
