@@ -27,7 +27,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,8 +210,10 @@ def _same(one: Tensor | None, other: Any) -> bool:
     return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
 
 
-def check(case: Case, num_stages: int, most_parameters: int) -> Verdict:
-    """Trains one model."""
+def check(
+    case: Case, num_stages: int, most_parameters: int, is_built: Callable[[], None] = lambda: None
+) -> Verdict:
+    """Trains one model; calls ``is_built`` behind the plain loop."""
     name = f"{case.family}/{case.name}"
     try:
         case = case if case.options else zoo_models.settle(case)
@@ -224,6 +226,7 @@ def check(case: Case, num_stages: int, most_parameters: int) -> Verdict:
         expected, draws = plainly(module, batches)
     except Exception as error:
         return Verdict(case.library, name, "not built", _line_of(error), _trace_of(error))
+    is_built()
     num_layers = len(find_layers(module, AT_LEAST_LAYERS))
     kind, reason, text = "same", "", ""
     try:
@@ -275,10 +278,11 @@ def apart(case: Case, num_stages: int, most_parameters: int, limit_seconds: floa
     begin = time.monotonic()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
+    has_built = context.Event()
 
     def body() -> None:
         torch.set_num_threads(1)
-        sender.send(check(case, num_stages, most_parameters))
+        sender.send(check(case, num_stages, most_parameters, has_built.set))
 
     process = context.Process(target=body, daemon=True)
     process.start()
@@ -288,6 +292,8 @@ def apart(case: Case, num_stages: int, most_parameters: int, limit_seconds: floa
     try:
         if receiver.poll(limit_seconds):
             found = receiver.recv()
+        elif not has_built.is_set():
+            found = replace(found, kind="not built", reason=f"a plain loop: {found.reason}")
     except EOFError:
         process.join()
         found = replace(found, reason=f"its process ended with {process.exitcode}")
