@@ -19,6 +19,7 @@ model is built is taken from the results of ``benchmarks.zoo`` where it is known
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import random
@@ -26,7 +27,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import zoo_models
+from benchmarks import zoo_models, zoo_transformers
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift.model.gates.layers import find_layers
@@ -54,6 +55,12 @@ SCHEDULES = ("1f1b", "gpipe")
 NUM_MICROBATCHES = 2
 LEARNING_RATE = 0.01
 AT_LEAST_LAYERS = 8
+LOADS_MOST = {
+    "timm": "timm.models",
+    "torchvision": "torchvision.models",
+    "transformers": "transformers.models.bart.modeling_bart",
+}
+"""The module of each library that imports most of what its models have in common."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +210,10 @@ def _same(one: Tensor | None, other: Any) -> bool:
     return one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
 
 
-def check(case: Case, num_stages: int, most_parameters: int) -> Verdict:
-    """Trains one model."""
+def check(
+    case: Case, num_stages: int, most_parameters: int, is_built: Callable[[], None] = lambda: None
+) -> Verdict:
+    """Trains one model; calls ``is_built`` behind the plain loop."""
     name = f"{case.family}/{case.name}"
     try:
         case = case if case.options else zoo_models.settle(case)
@@ -217,6 +226,7 @@ def check(case: Case, num_stages: int, most_parameters: int) -> Verdict:
         expected, draws = plainly(module, batches)
     except Exception as error:
         return Verdict(case.library, name, "not built", _line_of(error), _trace_of(error))
+    is_built()
     num_layers = len(find_layers(module, AT_LEAST_LAYERS))
     kind, reason, text = "same", "", ""
     try:
@@ -254,9 +264,12 @@ def known(library: str) -> list[Case]:
 def cases(library: str, match: str | None, only_known: bool) -> list[Case]:
     """The models of a library; those that are known to be built come first."""
     found = known(library)
-    names = {case.name for case in found}
     if not only_known:
-        found += [case for case in zoo_models.cases(library, match) if case.name not in names]
+        others = zoo_models.cases(library, match)
+        if library == "transformers":
+            others += [Case(library, *pair) for pair in zoo_transformers.more_heads()]
+        done = {(case.family, case.name) for case in found}
+        found += [case for case in others if (case.family, case.name) not in done]
     return [case for case in found if re.search(match or "", f"{case.family}/{case.name}")]
 
 
@@ -265,10 +278,11 @@ def apart(case: Case, num_stages: int, most_parameters: int, limit_seconds: floa
     begin = time.monotonic()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
+    has_built = context.Event()
 
     def body() -> None:
         torch.set_num_threads(1)
-        sender.send(check(case, num_stages, most_parameters))
+        sender.send(check(case, num_stages, most_parameters, has_built.set))
 
     process = context.Process(target=body, daemon=True)
     process.start()
@@ -278,6 +292,8 @@ def apart(case: Case, num_stages: int, most_parameters: int, limit_seconds: floa
     try:
         if receiver.poll(limit_seconds):
             found = receiver.recv()
+        elif not has_built.is_set():
+            found = replace(found, kind="not built", reason=f"a plain loop: {found.reason}")
     except EOFError:
         process.join()
         found = replace(found, reason=f"its process ended with {process.exitcode}")
@@ -315,6 +331,9 @@ def main() -> None:
         before = json.loads(options.json.read_text())["figures"]["models"]
         verdicts = [Verdict(**model) for model in before]
     done = {(x.library, x.name) for x in verdicts}
+    for library in options.library:
+        # The process of each model has it then.
+        importlib.import_module(LOADS_MOST[library])
     todo = [
         case for library in options.library for case in cases(library, options.match, options.known)
     ]
@@ -334,7 +353,9 @@ def main() -> None:
         if options.show and found.text:
             print(found.text, flush=True)
         if options.json is not None:
-            # A sweep takes long: what is done is there, whatever becomes of the rest.
+            # A sweep takes long: what is done is there, whatever becomes of the rest. The traces
+            # are not: they are long.
+            verdicts[-1] = replace(found, text="")
             save(options.json, _figures(verdicts, options.stages), says_so=False)
     print_table(
         f"On {options.stages} stages, beside a plain loop",
@@ -363,7 +384,7 @@ def _figures(verdicts: Sequence[Verdict], num_stages: int) -> dict[str, Any]:
     return {
         "stages": num_stages,
         "summary": _counts(verdicts),
-        "models": [asdict(x) for x in verdicts],
+        "models": [{name: x for name, x in asdict(each).items() if x} for each in verdicts],
     }
 
 

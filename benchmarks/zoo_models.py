@@ -100,7 +100,7 @@ def settle(case: Case) -> Case:
         RuntimeError: none of the inputs could be trained on; it names the last error.
     """
     options = {"timm": _timm_options, "torchvision": _image_options, "transformers": _hf_options}
-    error: Exception | None = None
+    error: Exception = ValueError("it could not be shrunk")
     for choice in options[case.library](case):
         candidate = Case(case.library, case.family, case.name, choice)
         try:
@@ -398,7 +398,9 @@ def _hf_cases(wanted: re.Pattern[str]) -> list[Case]:
 
 
 def _hf_options(case: Case) -> Iterator[dict[str, Any]]:
-    return zoo_transformers.choices()
+    for choice in zoo_transformers.choices():
+        if zoo_transformers.is_small(case.family, case.name, choice):
+            yield choice
 
 
 def _build_hf(case: Case) -> Built:

@@ -26,6 +26,8 @@ IMAGE_SIZE = 32
 PATCH_SIZE = 8
 MOST_PARAMETERS = 40_000_000
 
+_TOO_LARGE = "it could not be shrunk"
+
 # The first of these that an architecture has: a model with a head and a loss of its own first.
 _HEADS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -38,6 +40,8 @@ _HEADS = (
     "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
+# Others, for architectures that have an earlier one of the list, too.
+_MORE_HEADS = ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",)
 
 # What a number of this name becomes. The first that matches the whole name counts.
 _SIZES: tuple[tuple[str, int | None], ...] = (
@@ -86,12 +90,39 @@ def model_types() -> dict[str, str]:
     return found
 
 
+def more_heads() -> list[tuple[str, str]]:
+    """The model types and classes of the mappings that :func:`model_types` leaves out."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    first = set(model_types().items())
+    found: dict[tuple[str, str], None] = {}
+    for head in (*_HEADS[:-1], *_MORE_HEADS):
+        for model_type, name in getattr(modeling_auto, head).items():
+            pair = model_type, name if isinstance(name, str) else name[0]
+            if model_type in CONFIG_MAPPING_NAMES and pair not in first:
+                found[pair] = None
+    return list(found)
+
+
 def choices() -> Iterator[dict[str, Any]]:
     """Ways to shrink a configuration, of which the first that trains is taken."""
     for keeps_rope in (False, True):
         for kv_heads in (2, NUM_HEADS):
             yield {"keeps_rope": keeps_rope, "kv_heads": kv_heads, "head": True}
     yield {"keeps_rope": True, "kv_heads": NUM_HEADS, "head": False}
+
+
+def is_small(model_type: str, class_name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a model made in this way is small, or may be: it is found without memory."""
+    try:
+        with torch.device("meta"):
+            create(model_type, class_name, options, 0.0)
+    except ValueError as error:
+        return _TOO_LARGE not in str(error)
+    except Exception:  # the meta device's own, or the model's: building it tells
+        pass
+    return True
 
 
 def create(model_type: str, class_name: str, options: Mapping[str, Any], rate: float) -> nn.Module:
@@ -113,7 +144,7 @@ def create(model_type: str, class_name: str, options: Mapping[str, Any], rate: f
         model = getattr(transformers, class_name)(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters > MOST_PARAMETERS:
-        raise ValueError(f"it could not be shrunk: {num_parameters} parameters are left")
+        raise ValueError(f"{_TOO_LARGE}: {num_parameters} parameters are left")
     return model
 
 

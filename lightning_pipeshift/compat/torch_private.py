@@ -9,6 +9,7 @@ cost no further call.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,6 +62,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - real_tensors: context without the FakeTensorMode that is in force.
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
 __all__ = [
+    "FAKE_TENSOR_LOG",
     "BackwardHookFunction",
     "DataLoaderIterator",
     "FakeTensorMode",
@@ -79,6 +81,9 @@ __all__ = [
     "pytree",
     "real_tensors",
 ]
+
+FAKE_TENSOR_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where fake tensors report operations that fail on them, each with a trace."""
 
 # --- dispatch modes ---
 
@@ -311,6 +316,10 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     Python objects, and not of storages.
     """
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+USES_OF_ONE: Final = 2
+"""The :func:`storage_use_count` of one tensor: it, and the Python object of its storage."""
 
 
 def mark_as_parameter(tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
+    FAKE_TENSOR_LOG,
     FOR_EACH,
     READ_NUMBER,
     FakeTensorMode,
@@ -171,6 +172,8 @@ class ContractFinder:
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
             watch = _Watch(made_up)
+            # An operation that fails on them is run in another way, or on real tensors.
+            FAKE_TENSOR_LOG.disabled = True
             try:
                 with watch:
                     result = function(*fake_args, **fake_kwargs)
@@ -180,6 +183,7 @@ class ContractFinder:
                 # Whatever goes wrong on fake tensors is seen again, or is not, on the real ones.
                 return None
             finally:
+                FAKE_TENSOR_LOG.disabled = False
                 random.setstate(states[0])
                 np.random.set_state(states[1])
                 torch.set_rng_state(states[2])

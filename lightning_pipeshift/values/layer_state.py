@@ -9,6 +9,7 @@ no others.
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -28,6 +29,10 @@ NO_STATE = MODULE_TABLES | frozenset(nn.Module().__dict__) | {"forward"}
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
+class _Missing(enum.Enum):
+    ATTRIBUTE = 0
+
+
 class Attribute(NamedTuple):
     """An attribute of a module in a layer.
 
@@ -42,16 +47,19 @@ class Attribute(NamedTuple):
     is_buffer: bool
 
     def get(self, layer: nn.Module) -> Any:
-        """Its value; ``None`` if it is missing."""
+        """Its value; ``_Missing`` if there is none."""
         module = layer.get_submodule(self.path)
         table = buffers_of(module) if self.is_buffer else module.__dict__
-        return table.get(self.name)
+        return table.get(self.name, _Missing.ATTRIBUTE)
 
     def set(self, layer: nn.Module, value: Any) -> None:
-        """Sets it."""
+        """Sets it, or removes it: code may ask for it with ``hasattr``."""
         module = layer.get_submodule(self.path)
         table: dict[str, Any] = buffers_of(module) if self.is_buffer else module.__dict__
-        table[self.name] = value
+        if value is _Missing.ATTRIBUTE:
+            table.pop(self.name, None)
+        else:
+            table[self.name] = value
 
 
 class Watch:
@@ -199,7 +207,7 @@ def with_state(
         changed: gets the others, even if the forward fails.
     """
 
-    def run(state: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def run(state: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         for attribute, value in zip(attributes, state, strict=True):
             attribute.set(layer, value)
         try:

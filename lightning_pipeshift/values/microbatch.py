@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
+    USES_OF_ONE,
     has_hooks,
     storage_use_count,
     without_torch_function_of_subclasses,
@@ -61,8 +62,6 @@ OUTSIDE = -1
 """The turn of what runs outside of steps."""
 # Values up to this size are kept to the end of the next run, for stages that read them alone.
 _KEPT_BYTES = 4096
-# A tensor, and the Python object of its storage.
-_USES_OF_ONE = 2
 
 
 class _Call(NamedTuple):
@@ -403,6 +402,9 @@ class Microbatch:
         given = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments((given, kwargs), _described, exact=True)
         self._note_values(arguments)
+        core.place_parameters(
+            [x for x in arguments.tensors if isinstance(x, StepParameter)], [stage]
+        )
         parameters = core.parameters[number]
         flags = flags_of(
             [module for _, module in modules], [parameter for _, parameter in parameters]
@@ -708,7 +710,7 @@ class Microbatch:
         share its memory would not.
         """
         storage = tensor.untyped_storage()
-        is_shared = storage_use_count(storage) > _USES_OF_ONE
+        is_shared = storage_use_count(storage) > USES_OF_ONE
         if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"

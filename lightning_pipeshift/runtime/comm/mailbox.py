@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import version_of
+from lightning_pipeshift.compat.torch_private import USES_OF_ONE, storage_use_count, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import (
     ADVICE,
@@ -39,7 +39,7 @@ from lightning_pipeshift.runtime.comm.messages import (
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 _FRAME_BYTES = 1024
-_HEAD = struct.Struct(f"<2q3b2qQq64s96s{MOST_DIMS}q")
+_HEAD = struct.Struct(f"<2q4b2qQq64s96s{MOST_DIMS}q")
 _ROOM_BYTES = _FRAME_BYTES - _HEAD.size
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
@@ -149,9 +149,12 @@ class Mailbox:
             content: a tensor, bytes, or ``None`` for a gradient that is not defined.
         """
         form, data, strides = _Form.NOTHING, torch.empty(0, dtype=torch.uint8), None
+        is_view = False
         if isinstance(content, bytes):
             data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
         elif content is not None:
+            storage = content.untyped_storage()
+            is_view = storage_use_count(storage) > USES_OF_ONE
             data, strides = packed(content.detach())
         if content is not None:
             form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
@@ -164,6 +167,7 @@ class Mailbox:
             key.kind,
             form,
             _CONTIGUOUS if strides is None else len(strides),
+            is_view,
             key.part,
             key.serial,
             place.digest,
@@ -292,9 +296,10 @@ class Mailbox:
     def _receive(self, source: int) -> bool:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         self._complete(frame, source, _FRAME_TAG)
-        step, turn, kind, form, num_dims, part, serial, digest, num_bytes, label, line, *strides = (
+        step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
             _HEAD.unpack(frame[: _HEAD.size].numpy().tobytes())
         )
+        label, line, *strides = rest
         data = None
         if form == _Form.IN_FRAME:
             data = frame[_HEAD.size : _HEAD.size + num_bytes].clone()
@@ -317,7 +322,7 @@ class Mailbox:
                 self._received[source] += 1
                 if key.kind is not Kind.READ or data is not None or key not in self._messages:
                     # That there is nothing to read may be said after it has come.
-                    self._messages[key] = Message(data, kept, place)
+                    self._messages[key] = Message(data, kept, place, bool(is_view))
                 if key.kind is Kind.READ:
                     self._reads[key] = max(self.run, key.step)
                 else:

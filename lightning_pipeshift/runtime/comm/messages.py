@@ -80,13 +80,16 @@ class Message(NamedTuple):
     Args:
         data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
             not defined.
-        strides: of the tensor; ``None`` if it is contiguous.
+        strides: of the tensor; ``None`` if they are those of a new one.
         place: the sender's.
+        is_view: whether something else had the tensor's memory. If not, autograd adds to a gradient
+            in place, and the sum has its layout.
     """
 
     data: Tensor | None
     strides: tuple[int, ...] | None
     place: Place
+    is_view: bool = False
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The bytes as a tensor, with the layout that it had.
@@ -107,7 +110,7 @@ class Message(NamedTuple):
         order = _dims_in_memory(shape, self.strides)
         found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
         _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
-        return found
+        return found.view_as(found) if self.is_view else found
 
 
 def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -124,9 +127,12 @@ def _core(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """A tensor's bytes in host memory, and its strides if it is not contiguous."""
-    strides = None
-    if not tensor.is_contiguous() and 0 < tensor.dim() <= MOST_DIMS and tensor.numel():
+    """A tensor's bytes in host memory, and its strides if those of a new one are others."""
+    strides, usual = None, [1]
+    for size in reversed(tensor.shape[1:]):
+        usual.insert(0, usual[0] * size)
+    # `is_contiguous` does not tell: the stride of a dimension of size 1 decides which kernel runs.
+    if tensor.stride() != tuple(usual) and 0 < tensor.dim() <= MOST_DIMS and tensor.numel():
         strides = tensor.stride()
         tensor = _core(tensor, _dims_in_memory(tensor.shape, strides))
     tensor = tensor.resolve_conj().resolve_neg().to("cpu")

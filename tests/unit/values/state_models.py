@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -280,6 +281,44 @@ class FrozenBehind(Model):
         return self.loss(x, targets) + extra * self.scale.sum()
 
 
+class Lazy(nn.Module):
+    """A layer that gets attributes when it is first called; its arguments have names that others
+    could have, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    @cached_property
+    def scale(self) -> float:
+        """Computed once."""
+        return 1.5
+
+    def forward(self, x: Tensor, *, state: Tensor) -> Tensor:
+        """The block of ``x + state``."""
+        if not hasattr(self, "size"):
+            self.size = x.shape[1]
+        return self.block(x + state) * self.scale + self.size
+
+
+class BeginsLate(Model):
+    """A parameter outside of layers is first used as an argument of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Lazy(), Lazy()])
+        self.start = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.blocks[1](self.blocks[0](self.embedding(words)))
+        for block in self.blocks[2:]:
+            x = block(x, state=self.start)
+            self.noted.append((block.size, block.scale))
+        return self.loss(x, targets)
+
+
 def functional_penalty(x: Tensor, weight: Tensor) -> Tensor:
     return 1e-2 * (x.mean() * weight.pow(2).mean())
 
@@ -296,6 +335,7 @@ for each in (
     SetsDropout,
     Patched,
     FrozenBehind,
+    BeginsLate,
 ):
     models.MORE[each.__name__] = each
     NAMES.append(each.__name__)
