@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,7 +25,9 @@ class ValueTraining(TrainingSteps):
 
     def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, *rest: Any) -> None:
         super().__init__(trainer, pipeline, *rest)
-        pipeline.find_optimizers = lambda: trainer.optimizers
+        # A Trainer keeps those of an earlier training, whose state stays where it is.
+        trains = trainer.state.fn == TrainerFn.FITTING
+        pipeline.find_optimizers = lambda: trainer.optimizers if trains else ()
 
     @property
     def _is_automatic(self) -> bool:

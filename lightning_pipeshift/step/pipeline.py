@@ -40,7 +40,6 @@ from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
-from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
@@ -135,6 +134,10 @@ class ValuePipeline(Pipeline):
                 "The plan recomputes layers, which `core='values'` does not do yet. Use"
                 " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
             )
+        if self.settings.plan is None:
+            # The layers' seconds were for the cut by bytes only: they predict nothing.
+            layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
+            self._plan = replace(self.plan, layers=layers, prediction=None)
         self._connect_core()
 
     def _connect_core(self) -> None:
@@ -224,9 +227,13 @@ class ValuePipeline(Pipeline):
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        what = action.kind.name.lower()
-        with self.section(f"[PipeShift] {what}", What.ACTION, str(action)):
+        recorder = self.recorder_of_actions
+        with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
+            if recorder is not None:
+                recorder.begin_action(0, action)
             yield
+            if recorder is not None:
+                recorder.end_action(action)
         self.channels.num_done += 1
 
     # --- training ---
