@@ -94,16 +94,14 @@ def check_optimizers(
             )
 
 
-def check_values(settings: Settings, num_vms: int, is_automatic: bool, trains: bool) -> None:
+def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
     """Raises ConfigurationError for settings that ``core="values"`` does not have yet.
 
     Args:
         settings: of the run.
         num_vms: how many virtual machines there are.
         is_automatic: whether the strategy calls ``backward`` and the optimizer.
-        trains: whether the run trains.
     """
-    leaves_numbers = settings.leaves_numbers and trains
     found = [
         what
         for what, is_found in (
@@ -111,8 +109,6 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool, trains: b
             ("MemoryCompression", settings.memory is not None),
             ("recompute='full'", settings.recompute == "full"),
             ("LayerMigration", settings.watch is not None),
-            ("a run that only measures", settings.only_measures),
-            ("numbers of microbatches or replicas that are 'auto'", leaves_numbers),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",
                 num_vms > 1 and not is_automatic,

@@ -578,14 +578,13 @@ class PipeShiftStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
         # What user code asks for (`self.device`), in nested LightningModules too.
         update_properties(module, device=self.root_device)
-        on_values, is_automatic = self._options.core == "values", module.automatic_optimization
-        if on_values:
-            wanted = self._settings(trainer, seed=0)
-            check_values(wanted, connection.replicas.count, is_automatic, trains)
         if trains and self._options.leaves_numbers and not self._only_measures:
             self._choose_numbers(trainer)
         settings = self._settings(trainer, self._random_state.begin_run())
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
+        on_values, is_automatic = settings.core == "values", module.automatic_optimization
+        if on_values:
+            check_values(settings, connection.replicas.count, is_automatic)
         check_run(module, is_plain, may_optimize=on_values)
         check_shares(settings.batch_shares, connection.replicas.count)
         # Lightning's own samplers support neither shares nor global batches.

@@ -19,7 +19,6 @@ from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
-from lightning_pipeshift.model.gates.layers import MOST_OPENED
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
@@ -83,10 +82,6 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
-
-    def _num_layers(self, num_stages: int) -> int:
-        # Layers have random streams, which must not depend on the number of stages.
-        return MOST_OPENED
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""

@@ -610,12 +610,3 @@ def test_a_cut_by_bytes_predicts_no_times(tmp_path: Path) -> None:
     """Warnings of slow ranks compared real steps with the seconds that stood for bytes."""
     for (found,) in run_ranks(run_all, 2, {}, str(tmp_path), [LooksAtThePlan]):
         assert found.noted == [(None, {0.0}, ((0, 1),))]
-
-
-@pytest.mark.parametrize("options", [{"microbatches": "auto"}, {"virtual_machines": "auto"}])
-def test_numbers_that_measured_times_would_choose_are_refused(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [Base], grace=1, expect_failure=True)
-    said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
-    assert "does not work with numbers of microbatches or replicas that are 'auto' yet" in said
