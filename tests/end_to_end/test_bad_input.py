@@ -666,14 +666,13 @@ class FailingBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-class FailingLayer(nn.Module):
+class FailingLayer(nn.Linear):
     """Fails on the samples of batch 1, in the forward or in the backward."""
 
     def __init__(self, where: str, kind: str) -> None:
-        super().__init__()
+        super().__init__(NUM_FEATURES, NUM_FEATURES)
         self.where = where
         self.kind = kind
-        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
         self.num_calls = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -683,8 +682,9 @@ class FailingLayer(nn.Module):
                 if self.where == "forward":
                     strike(self.kind)
                 elif self.where == "backward":
-                    return FailingBackward.apply(self.linear(hidden), self.kind)
-        return self.linear(hidden)
+                    result: Tensor = FailingBackward.apply(super().forward(hidden), self.kind)
+                    return result
+        return super().forward(hidden)
 
 
 class Fails(Classifier):
