@@ -109,6 +109,7 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
             ("MemoryCompression", settings.memory is not None),
             ("recompute='full'", settings.recompute == "full"),
             ("LayerMigration", settings.watch is not None),
+            ("a run that only measures", settings.only_measures),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",
                 num_vms > 1 and not is_automatic,

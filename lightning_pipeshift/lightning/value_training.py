@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running
@@ -83,6 +84,7 @@ class ValueTraining(TrainingSteps):
         settle = self._pipeline.settle_values
         adjustments.drain_before_validation(self._trainer, lambda: None, settle)
 
+    @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
         self._pipeline.settle_values()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
@@ -158,6 +159,9 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
+        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
+            names = some_of([repr(name) for name in compiled])
+            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         self._engine = Engine(self.core, around=self._around)
@@ -215,7 +219,8 @@ class ValuePipeline(Pipeline):
         assert self.core is not None
         seed = stream_seed(number, step)
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with run_by(None), self.core.seeing_parameters(), in_step:
+        # A compiler follows neither values nor the parameters' class.
+        with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             results = self._engine.run(seed, *args, **kwargs)
         self._begin_outside()
         return results

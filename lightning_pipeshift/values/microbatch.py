@@ -386,7 +386,8 @@ class Microbatch:
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
         modules = core.modules[number]
-        hooked = tuple(name for name, module in modules if name and is_heard(module))
+        with_own = core.replaces_call(number)
+        hooked = tuple(name for name, module in modules if (name or with_own) and is_heard(module))
         kind, watch = core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
         given = tuple(attribute.get(layer) for attribute in state), *args
@@ -409,7 +410,7 @@ class Microbatch:
             contract, fake = None, core.fake_of(number)
             if fake is not None:
                 changed: set[Attribute] = set()
-                heard_forward = hearing(fake, fake.forward, hooked)
+                heard_forward = hearing(fake, core.plain_forward(number, fake), hooked)
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
                 contract = core.finder.find(forward, given, kwargs, is_layer=True)
                 if core.add_state(number, changed):

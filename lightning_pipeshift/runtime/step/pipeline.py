@@ -225,7 +225,7 @@ class Pipeline:
         self.streams = RandomStreams(channels.device)
         self._current_pass = CurrentPass()
         # With core="values" random streams are those of layers, so more stages must not mean more
-        # layers. (Steps are measured on the other core, for either one.)
+        # layers. (Numbers that are left to the planner are measured on the other core.)
         on_values, num_stages = settings.core == "values", max(replicas.topology.stages_per_vm)
         layers = find_layers(root, MOST_OPENED if on_values else num_stages)
         if replicas.topology.num_ranks > 1:
