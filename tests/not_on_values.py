@@ -150,6 +150,10 @@ LISTED = {
 """Node ids, or the part of them in front of a ``[`` or a ``::``, and the kind of each."""
 
 
+MODELS = {"MomentumAtTheHead": "data"}
+"""Models that a test of many models leaves out, and why."""
+
+
 def entry_of(node_id: str, listed: dict[str, str]) -> str | None:
     """The entry of a test in a list like :data:`LISTED`; ``None`` if it has none."""
     parts = [node_id[: match.start()] for match in re.finditer(r"\[|::", node_id)]

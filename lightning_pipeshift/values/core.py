@@ -14,8 +14,10 @@ from lightning_pipeshift.compat.torch_private import (
     COMPILED_CALL,
     apply_function,
     checkpointing_by,
+    hook_tables,
     plain_call,
     preserved_version_counters,
+    set_hook_tables,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -182,13 +184,20 @@ class Core:
                 self._watches[number] = None
                 layer.__dict__[slot] = _PlacedForward(self, layer)
 
-    def replaces_call(self, number: int) -> bool:
-        """Whether an owner runs a layer's hooks, too."""
-        return self._replaced[number][0] == COMPILED_CALL
+    def own_hooks(self, number: int) -> tuple[int, ...]:
+        """Identifies the hooks that an owner runs with a layer."""
+        if self._replaced[number][0] == "forward":
+            return ()
+        return tuple(
+            id(hook) for table in hook_tables(self.layers[number]) for hook in table.values()
+        )
 
     def plain_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
         """What an owner runs of a layer, not compiled; or the same of a copy of the layer."""
-        return plain_call(layer) if self.replaces_call(number) else layer.forward
+        if self._replaced[number][0] == "forward":
+            return layer.forward
+        set_hook_tables(layer, hook_tables(self.layers[number]))
+        return plain_call(layer)
 
     def _restore(self, number: int) -> None:
         attributes, (slot, own) = self.layers[number].__dict__, self._replaced[number]
@@ -300,6 +309,9 @@ def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
 
 class _PlacedForward:
     """The ``forward`` of a layer that its owner runs."""
+
+    # Without a dict, it is no object that a call could change.
+    __slots__ = ("_core", "_layer")
 
     def __init__(self, core: Core, layer: nn.Module) -> None:
         self._core, self._layer = core, layer

@@ -386,8 +386,7 @@ class Microbatch:
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
         modules = core.modules[number]
-        with_own = core.replaces_call(number)
-        hooked = tuple(name for name, module in modules if (name or with_own) and is_heard(module))
+        hooked = tuple(name for name, module in modules if name and is_heard(module))
         kind, watch = core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
         given = tuple(attribute.get(layer) for attribute in state), *args
@@ -403,6 +402,7 @@ class Microbatch:
             *_autocast(core.device),
             arguments.key,
             hooked,
+            core.own_hooks(number),
         )
         try:
             contract = core.contracts[key]
