@@ -23,132 +23,210 @@ KINDS = {
     "late": "updates of layers that go on beside the next step",
     "evaluation": "stages that evaluate successive batches at once, and keep none",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
-    "compiled": "compiled code",
+    "copies": "copies of layers that need a gradient, and that no step calls",
+    "compiled": "code that has to be compiled",
+    "data": "`x.data = y` with values in a step",
+    "kept": "averages in a step, and of modules that hold weak references to their parameters",
     "anomaly": "the layer and the microbatch of the first value that is no number",
     "one device": "one device that runs the user's step without additions",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
 
-_IN_END_TO_END = {
-    "asynchronous": (
-        "asynchronous.py",
-        "asynchronous_faults.py",
-        "asynchronous_interruptions.py",
-        "asynchronous_memory.py",
-        "bad_input.py::test_a_trained_weight_changes_in_a_step_only_if_no_other_is_in_flight",
-        "bad_input.py::test_what_no_stage_would_train_is_refused_with_any_schedule",
-        "branches.py::test_an_asynchronous_schedule_counts_on_all_stages",
-        "branches.py::test_stages_may_follow_a_step_at_different_times[async]",
-        "branches.py::test_what_no_stage_can_know_in_time_is_an_error[how1]",
-        "branches.py::test_what_the_last_stage_keeps_is_on_all_stages[async]",
-        "shared_memory.py::test_asynchronous_pipelines_train_the_same_bits_either_way",
-    ),
-    "migration": (
-        "changing_plans.py::test_moves_take_along_what_any_optimizer_keeps",
-        "changing_plans.py::test_one_step_runs_on_two_owners",
-        "changing_plans.py::test_random_moves_change_no_bit",
-        "changing_plans.py::test_the_first_steps_are_measured_and_the_layers_change_their_owners",
-        "changing_plans.py::test_weights_that_user_code_changes_between_steps",
-        "layer_migration.py::test_a_cpu_quota_is_seen_and_the_slow_rank_is_named",
-        "layer_migration.py::test_a_decision_that_is_refused_is_not_announced",
-        "layer_migration.py::test_a_move_of_what_is_not_there_is_an_error_at_the_start",
-        "layer_migration.py::test_a_move_that_leaves_too_little_memory_is_refused",
-        "layer_migration.py::test_a_move_that_makes_steps_slower_is_undone_and_not_tried_again",
-        "layer_migration.py::test_a_stage_is_drained",
-        "layer_migration.py::test_a_stage_that_gets_slow_gives_layers_away",
-        "layer_migration.py::test_a_stage_that_swings_does_not_make_layers_swing",
-        "layer_migration.py::test_a_stage_without_layers_is_measured_again",
-        "layer_migration.py::test_moves_on_request",
-        "migration_faults.py",
-        "pipeline_timeline.py::test_all_schedules_are_recorded_and_train_the_same_bits",
-        "run_commands.py::test_a_run_is_asked_for_moves_and_how_it_stands",
-        "slow_links.py",
-        "stage_orders.py::test_orders_that_are_refused",
-        "stage_orders.py::test_places_change_where_each_pair_of_neighbours_has_a_group",
-    ),
-    "memory": (
-        "checkpointed_dropout.py",
-        "memory_command.py::test_a_plan_that_moves_tensors_is_made_and_run",
-        "memory_command.py::test_every_tensor_is_shown_and_each_stage",
-        "memory_compression.py::test_a_budget_is_kept_on_every_stage_and_costs_no_bit",
-        "memory_compression.py::test_a_budget_that_nothing_can_meet_says_what_would",
-        "memory_compression.py::test_a_device_that_runs_out_of_memory_names_layer_stage_and_budget",
-        "memory_compression.py::test_a_longer_batch_than_planned_for_makes_room_on_the_host",
-        "memory_compression.py::test_a_policy_of_ones_own",
-        "memory_compression.py::test_eight_bits_are_nearly_the_same_and_said_to_be_not_lossless",
-        "memory_compression.py::test_every_byte_that_autograd_saves_is_counted",
-        "memory_compression.py::test_no_policy_changes_a_bit",
-        "memory_compression.py::test_what_is_modified_after_it_was_saved_is_still_torchs_error",
-        "memory_compression.py::test_what_passes_between_stages_is_part_of_what_they_hold",
-        "memory_peaks.py",
-        "memory_trial.py",
-        "optimizer_state.py",
-        "pipeline_timeline.py::test_tensors_that_are_swapped_are_recorded",
-        "waiting_weights.py",
-    ),
-    "recomputation": ("planning_command.py::test_a_plan_names_ranks_and_what_is_recomputed",),
-    "measured": (
-        "changing_plans.py::test_layers_that_no_step_calls_are_no_work",
-        "pipeline_timeline.py::test_a_rank_that_gets_slow_is_named_in_one_warning",
-        "planning_command.py::test_measured_planned_and_not_trained",
-        "planning_command.py::test_two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
-        "stage_orders.py::test_a_first_order_that_makes_steps_slower_is_undone",
-        "stage_orders.py::test_an_order_that_is_best_stays",
-        "stage_orders.py::test_each_virtual_machine_has_an_order_of_its_own",
-        "stage_orders.py::test_ranks_change_places_when_the_first_steps_have_been_measured",
-        "stage_orders.py::test_the_first_plan_has_the_best_order",
-    ),
-    "late": (
-        "late_updates.py::test_an_update_has_the_options_of_its_own_step_with_every_optimizer",
-        "late_updates.py::test_hooks_between_two_steps_see_and_change_updated_parameters",
-        "late_updates.py::test_layers_move_between_late_updates",
-        "late_updates.py::test_models_of_every_kind_train_the_same_bits",
-        "late_updates.py::test_nothing_saves_a_model_of_which_some_layers_are_updated",
-        "late_updates.py::test_options_of_the_trainer",
-        "late_updates.py::test_the_modules_own_code_sees_updated_parameters",
-        "pipeline_timeline.py::test_rings_and_lanes_of_several_virtual_machines_are_recorded",
-    ),
-    "evaluation": (
-        "evaluation.py::test_an_evaluation_keeps_no_batches_and_no_results_that_nobody_needs",
-        "evaluation.py::test_stages_work_on_successive_batches_at_once",
-    ),
-    "device": (
-        "shared_memory.py::test_a_shared_gradient_crosses_once_in_each_direction",
-        "shared_memory.py::test_buffers_are_used_again",
-        "shared_memory.py::test_memory_that_is_only_copied_is_not_taken_for_shared",
-        "shared_memory.py::test_the_bits_are_those_of_one_stage",
-        "waits.py::test_a_step_waits_once_and_while_the_device_has_work",
-    ),
-    "compiled": ("compiled.py",),
-    "anomaly": (
-        "anomaly.py::test_infinite_values_are_told_and_go_on",
-        "anomaly.py::test_on_one_stage",
-        "anomaly.py::test_the_first_that_is_no_number_is_named",
-    ),
-    "one device": ("one_device.py::test_a_step_is_the_users_own[LooksAtWhatItLogs]",),
-    "trace": (
-        "bad_input.py::test_a_cut_across_which_values_would_travel_back",
-        "bad_input.py::test_a_model_that_cannot_be_a_pipeline[ManualOptimization]",
-        "bad_input.py::test_layers_inside_one_stage_are_held_to_the_same_rules",
-        "branches.py::test_a_step_is_followed_again_for_another_branch_only",
-        "shown.py::test_every_rank_writes_its_profilers_report",
-        "shown.py::test_sums_over_virtual_machines_are_timed",
-        "shown.py::test_the_stages_are_shown_where_the_model_is",
-        "testing.py::test_a_clean_model",
-        "testing.py::test_a_model_that_is_never_the_same",
-        "testing.py::test_what_is_refused_is_told_with_the_reason",
-        "testing.py::test_what_one_stage_refuses_is_not_split",
-        "unmodified.py::test_following_leaves_no_trace",
-    ),
+# By kind and file; all tests of a file where none is named.
+_IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
+    "asynchronous": {
+        "asynchronous": (),
+        "asynchronous_faults": (),
+        "asynchronous_interruptions": (),
+        "asynchronous_memory": (),
+        "bad_input": (
+            "a_trained_weight_changes_in_a_step_only_if_no_other_is_in_flight",
+            "what_no_stage_would_train_is_refused_with_any_schedule",
+        ),
+        "branches": (
+            "an_asynchronous_schedule_counts_on_all_stages",
+            "stages_may_follow_a_step_at_different_times[async]",
+            "what_no_stage_can_know_in_time_is_an_error[how1]",
+            "what_the_last_stage_keeps_is_on_all_stages[async]",
+        ),
+        "shared_memory": ("asynchronous_pipelines_train_the_same_bits_either_way",),
+    },
+    "migration": {
+        "changing_plans": (
+            "moves_take_along_what_any_optimizer_keeps",
+            "one_step_runs_on_two_owners",
+            "random_moves_change_no_bit",
+            "the_first_steps_are_measured_and_the_layers_change_their_owners",
+            "weights_that_user_code_changes_between_steps",
+        ),
+        "layer_migration": (
+            "a_cpu_quota_is_seen_and_the_slow_rank_is_named",
+            "a_decision_that_is_refused_is_not_announced",
+            "a_move_of_what_is_not_there_is_an_error_at_the_start",
+            "a_move_that_leaves_too_little_memory_is_refused",
+            "a_move_that_makes_steps_slower_is_undone_and_not_tried_again",
+            "a_stage_is_drained",
+            "a_stage_that_gets_slow_gives_layers_away",
+            "a_stage_that_swings_does_not_make_layers_swing",
+            "a_stage_without_layers_is_measured_again",
+            "moves_on_request",
+        ),
+        "migration_faults": (),
+        "pipeline_timeline": ("all_schedules_are_recorded_and_train_the_same_bits",),
+        "run_commands": ("a_run_is_asked_for_moves_and_how_it_stands",),
+        "slow_links": (),
+        "stage_orders": (
+            "orders_that_are_refused",
+            "places_change_where_each_pair_of_neighbours_has_a_group",
+        ),
+    },
+    "memory": {
+        "checkpointed_dropout": (),
+        "memory_command": (
+            "a_plan_that_moves_tensors_is_made_and_run",
+            "every_tensor_is_shown_and_each_stage",
+        ),
+        "memory_compression": (
+            "a_budget_is_kept_on_every_stage_and_costs_no_bit",
+            "a_budget_that_nothing_can_meet_says_what_would",
+            "a_device_that_runs_out_of_memory_names_layer_stage_and_budget",
+            "a_longer_batch_than_planned_for_makes_room_on_the_host",
+            "a_policy_of_ones_own",
+            "eight_bits_are_nearly_the_same_and_said_to_be_not_lossless",
+            "every_byte_that_autograd_saves_is_counted",
+            "no_policy_changes_a_bit",
+            "what_is_modified_after_it_was_saved_is_still_torchs_error",
+            "what_passes_between_stages_is_part_of_what_they_hold",
+        ),
+        "memory_peaks": (
+            "nothing_waits_for_the_garbage_collector[how3-0.9-100-1]",
+            "nothing_waits_for_the_garbage_collector[how3-0.9-100-2]",
+        ),
+        "memory_trial": (),
+        "optimizer_state": (),
+        "pipeline_timeline": ("tensors_that_are_swapped_are_recorded",),
+        "waiting_weights": (),
+    },
+    "recomputation": {
+        "memory_peaks": (
+            "nothing_waits_for_the_garbage_collector[how1-None-0-1]",
+            "nothing_waits_for_the_garbage_collector[how1-None-0-2]",
+            "nothing_waits_for_the_garbage_collector[how2-None-100-1]",
+            "nothing_waits_for_the_garbage_collector[how2-None-100-2]",
+        ),
+        "planning_command": ("a_plan_names_ranks_and_what_is_recomputed",),
+    },
+    "measured": {
+        "changing_plans": ("layers_that_no_step_calls_are_no_work",),
+        "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
+        "planning_command": (
+            "measured_planned_and_not_trained",
+            "two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
+        ),
+        "stage_orders": (
+            "a_first_order_that_makes_steps_slower_is_undone",
+            "an_order_that_is_best_stays",
+            "each_virtual_machine_has_an_order_of_its_own",
+            "ranks_change_places_when_the_first_steps_have_been_measured",
+            "the_first_plan_has_the_best_order",
+        ),
+    },
+    "late": {
+        "late_updates": (
+            "an_update_has_the_options_of_its_own_step_with_every_optimizer",
+            "hooks_between_two_steps_see_and_change_updated_parameters",
+            "layers_move_between_late_updates",
+            "models_of_every_kind_train_the_same_bits",
+            "nothing_saves_a_model_of_which_some_layers_are_updated",
+            "options_of_the_trainer",
+            "the_modules_own_code_sees_updated_parameters",
+        ),
+        "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
+    },
+    "evaluation": {
+        "evaluation": ("stages_work_on_successive_batches_at_once",),
+    },
+    "device": {
+        "shared_memory": (
+            "a_shared_gradient_crosses_once_in_each_direction",
+            "buffers_are_used_again",
+            "memory_that_is_only_copied_is_not_taken_for_shared",
+            "the_bits_are_those_of_one_stage",
+        ),
+        "waits": ("a_step_waits_once_and_while_the_device_has_work",),
+    },
+    "copies": {
+        "averages": (
+            "three_stages_and_moving_layers_give_the_bits_of_one[AveragedModel]",
+            "three_stages_and_moving_layers_give_the_bits_of_one[copy as a module]",
+            "three_stages_and_moving_layers_give_the_bits_of_one[evaluated copy]",
+            "three_stages_and_moving_layers_give_the_bits_of_one[flat copy as a module]",
+            "two_stages_give_the_bits_of_one[AveragedModel]",
+            "two_stages_give_the_bits_of_one[copy as a module]",
+            "two_stages_give_the_bits_of_one[evaluated copy]",
+            "two_stages_give_the_bits_of_one[flat copy as a module]",
+        ),
+    },
+    "compiled": {
+        "compiled": (
+            "every_split_and_policy_trains_the_same[HasConditions]",
+            "layers_are_compiled_once_and_not_their_gates",
+        ),
+    },
+    "data": {
+        "averages": (
+            "three_stages_and_moving_layers_give_the_bits_of_one[momentum in the step]",
+            "two_stages_give_the_bits_of_one[momentum in the step]",
+        ),
+    },
+    "kept": {
+        "averages": (
+            "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
+            "three_stages_and_moving_layers_give_the_bits_of_one[recurrent]",
+            "two_stages_give_the_bits_of_one[called again]",
+            "two_stages_give_the_bits_of_one[dict in the step]",
+            "two_stages_give_the_bits_of_one[recurrent]",
+        ),
+    },
+    "anomaly": {
+        "anomaly": (
+            "infinite_values_are_told_and_go_on",
+            "on_one_stage",
+            "the_first_that_is_no_number_is_named",
+        ),
+    },
+    "one device": {
+        "one_device": ("a_step_is_the_users_own[LooksAtWhatItLogs]",),
+    },
+    "trace": {
+        "bad_input": (
+            "a_cut_across_which_values_would_travel_back",
+            "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
+            "layers_inside_one_stage_are_held_to_the_same_rules",
+        ),
+        "branches": ("a_step_is_followed_again_for_another_branch_only",),
+        "shown": (
+            "every_rank_writes_its_profilers_report",
+            "sums_over_virtual_machines_are_timed",
+            "the_stages_are_shown_where_the_model_is",
+        ),
+        "testing": (
+            "a_clean_model",
+            "a_model_that_is_never_the_same",
+            "what_is_refused_is_told_with_the_reason",
+            "what_one_stage_refuses_is_not_split",
+        ),
+        "unmodified": ("following_leaves_no_trace",),
+    },
 }
 LISTED = {
-    f"tests/end_to_end/test_{name}": kind
-    for kind, names in _IN_END_TO_END.items()
-    for name in names
+    f"tests/end_to_end/test_{file}.py{f'::test_{name}' if name else ''}": kind
+    for kind, files in _IN_END_TO_END.items()
+    for file, names in files.items()
+    for name in names or ("",)
 }
 """Node ids, or the part of them in front of a ``[`` or a ``::``, and the kind of each."""
-
 
 MODELS = {"MomentumAtTheHead": "data"}
 """Models that a test of many models leaves out, and why."""
