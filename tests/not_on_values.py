@@ -100,8 +100,11 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_passes_between_stages_is_part_of_what_they_hold",
         ),
         "memory_peaks": (
+            "code_around_layers_counts",
             "nothing_waits_for_the_garbage_collector[how3-0.9-100-1]",
             "nothing_waits_for_the_garbage_collector[how3-0.9-100-2]",
+            "the_first_plan_counts_code_around_layers_and_shared_weights",
+            "what_lives_is_within_the_budget",
         ),
         "memory_trial": (),
         "optimizer_state": (),
@@ -158,6 +161,9 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "copies": {
         "averages": (
+            "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-False]",
+            "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-True]",
+            "a_run_goes_on_from_a_checkpoint_on_another_split[evaluated copy-True]",
             "three_stages_and_moving_layers_give_the_bits_of_one[AveragedModel]",
             "three_stages_and_moving_layers_give_the_bits_of_one[copy as a module]",
             "three_stages_and_moving_layers_give_the_bits_of_one[evaluated copy]",
@@ -182,6 +188,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "kept": {
         "averages": (
+            "three_stages_and_moving_layers_give_the_bits_of_one[called again]",
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
             "three_stages_and_moving_layers_give_the_bits_of_one[recurrent]",
             "two_stages_give_the_bits_of_one[called again]",
