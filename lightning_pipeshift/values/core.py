@@ -310,9 +310,6 @@ def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
 class _PlacedForward:
     """The ``forward`` of a layer that its owner runs."""
 
-    # Without a dict, it is no object that a call could change.
-    __slots__ = ("_core", "_layer")
-
     def __init__(self, core: Core, layer: nn.Module) -> None:
         self._core, self._layer = core, layer
 
