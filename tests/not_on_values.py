@@ -26,7 +26,7 @@ KINDS = {
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
-    "kept": "averages in a step, and of modules that hold weak references to their parameters",
+    "kept": "averages in a step, or of recurrent modules, and functions that are given layers",
     "anomaly": "the layer and the microbatch of the first value that is no number",
     "one device": "one device that runs the user's step without additions",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
@@ -161,9 +161,12 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "copies": {
         "averages": (
+            "a_run_goes_on_from_a_checkpoint_on_another_split[AveragedModel-False]",
             "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-False]",
             "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-True]",
             "a_run_goes_on_from_a_checkpoint_on_another_split[evaluated copy-True]",
+            "a_run_goes_on_from_a_checkpoint_on_another_split[flat copy as a module-False]",
+            "a_second_run_goes_on_with_the_averages[AveragedModel]",
             "three_stages_and_moving_layers_give_the_bits_of_one[AveragedModel]",
             "three_stages_and_moving_layers_give_the_bits_of_one[copy as a module]",
             "three_stages_and_moving_layers_give_the_bits_of_one[evaluated copy]",
@@ -182,12 +185,14 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "data": {
         "averages": (
+            "a_run_goes_on_from_a_checkpoint_on_another_split[momentum in the step-False]",
             "three_stages_and_moving_layers_give_the_bits_of_one[momentum in the step]",
             "two_stages_give_the_bits_of_one[momentum in the step]",
         ),
     },
     "kept": {
         "averages": (
+            "a_run_goes_on_from_a_checkpoint_on_another_split[dict in the step-False]",
             "three_stages_and_moving_layers_give_the_bits_of_one[called again]",
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
             "three_stages_and_moving_layers_give_the_bits_of_one[recurrent]",
