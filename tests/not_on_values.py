@@ -229,7 +229,10 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_is_refused_is_told_with_the_reason",
             "what_one_stage_refuses_is_not_split",
         ),
-        "unmodified": ("following_leaves_no_trace",),
+        "unmodified": (
+            "following_leaves_no_trace",
+            "what_does_not_work_is_an_error_with_advice[HasHookOnContainer-Register it on layers]",
+        ),
     },
 }
 LISTED = {
