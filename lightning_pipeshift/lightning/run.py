@@ -84,7 +84,7 @@ class Run:
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         kinds: Any = (Pipeline, TrainingSteps)
-        if settings.core == "values":
+        if settings.core == "values" and not settings.only_measures:
             kinds = (ValuePipeline, ValueTraining)
         elif settings.is_asynchronous and not is_plain:
             kinds = (AsynchronousPipeline, AsynchronousTraining)

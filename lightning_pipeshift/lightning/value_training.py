@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running
@@ -24,7 +26,9 @@ class ValueTraining(TrainingSteps):
 
     def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, *rest: Any) -> None:
         super().__init__(trainer, pipeline, *rest)
-        pipeline.find_optimizers = lambda: trainer.optimizers
+        # A Trainer keeps those of an earlier training, whose state stays where it is.
+        trains = trainer.state.fn == TrainerFn.FITTING
+        pipeline.find_optimizers = lambda: trainer.optimizers if trains else ()
 
     @property
     def _is_automatic(self) -> bool:
@@ -80,6 +84,7 @@ class ValueTraining(TrainingSteps):
         settle = self._pipeline.settle_values
         adjustments.drain_before_validation(self._trainer, lambda: None, settle)
 
+    @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
         self._pipeline.settle_values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
-from lightning_pipeshift.model.gates.layers import MOST_OPENED
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
@@ -42,7 +41,6 @@ from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
-from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
@@ -110,10 +108,6 @@ class ValuePipeline(Pipeline):
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
 
-    def _num_layers(self, num_stages: int) -> int:
-        # Layers have random streams, which must not depend on the number of stages.
-        return MOST_OPENED
-
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
 
@@ -160,6 +154,10 @@ class ValuePipeline(Pipeline):
                 "The plan recomputes layers, which `core='values'` does not do yet. Use"
                 " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
             )
+        if self.settings.plan is None:
+            # The layers' seconds were for the cut by bytes only: they predict nothing.
+            layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
+            self._plan = replace(self.plan, layers=layers, prediction=None)
         self._connect_core()
 
     def _connect_core(self) -> None:
@@ -185,11 +183,13 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
+        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
+            names = some_of([repr(name) for name in compiled])
+            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         is_alone = self.channels.num_stages == 1
-        says = self.vm == self.channels.stage == 0
-        self._tails = None if is_alone else Tails(self.core, warnings.warn if says else _no_one)
+        self._tails = None if is_alone else Tails(self.core, self.messages.append)
         self._engine = Engine(self.core, self._tails, self._around)
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
@@ -248,16 +248,21 @@ class ValuePipeline(Pipeline):
         assert self.core is not None
         seed = stream_seed(number, step)
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with run_by(None), self.core.seeing_parameters(), in_step:
+        # A compiler follows neither values nor the parameters' class.
+        with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             results = self._engine.run(seed, *args, **kwargs)
         self._begin_outside()
         return results
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        what = action.kind.name.lower()
-        with self.section(f"[PipeShift] {what}", What.ACTION, str(action)):
+        recorder = self.recorder_of_actions
+        with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
+            if recorder is not None:
+                recorder.begin_action(0, action)
             yield
+            if recorder is not None:
+                recorder.end_action(action)
         self.channels.num_done += 1
 
     # --- training ---
@@ -476,10 +481,6 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
-
-
-def _no_one(sentence: str) -> None:
-    """Shows a sentence to no one: another rank shows it."""
 
 
 def _of_its_own(leaf: Any) -> Any:

@@ -159,7 +159,7 @@ class Tails:
         if self._has_read and not self.reason:
             self.reason = what
             self._say(
-                f"PipeShift: a step that reads values {what}. So each microbatch's step waits for"
+                f"A step that reads values {what}. So each microbatch's step waits for"
                 " what it reads before the next one begins, and stages idle meanwhile."
                 f" {advice}, or read the values in `on_train_batch_end`."
             )
@@ -262,7 +262,7 @@ class Tails:
         if not self._is_said:
             self._is_said = True
             self._say(
-                f"PipeShift: steps use {where} in front of a layer; the part of the step behind a"
+                f"Steps use {where} in front of a layer; the part of the step behind a"
                 " read (`loss.item()`) uses it, too, and one of them changes it. So each"
                 " microbatch's step waits there for the end of the one before, and stages idle"
                 " meanwhile. Change it in `on_train_batch_end`, or use it behind the read only."

@@ -12,6 +12,7 @@ import hashlib
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -316,20 +317,24 @@ def applied(
     made = sorted(at for at in changes if at >= len(nodes))
     nodes += [_new_node(*changes[at]) for at in made]
 
-    def decoded(x: Any) -> Any:
-        if isinstance(x, Argument):
-            return arguments.tensors[x.number]
-        if isinstance(x, New):
-            return new[x.number]
-        if isinstance(x, Node):
-            return nodes[x.number]
-        if isinstance(x, Items):
-            return _rebuilt(x.cls, [decoded(part) for part in x.parts])
-        return x.value
-
+    decode = partial(_decoded, arguments.tensors, new, nodes)
     for at, state in changes.items():
-        _fill(nodes[at], [(place, decoded(part)) for place, part in state.parts])
-    return decoded(result)
+        _fill(nodes[at], [(place, decode(part)) for place, part in state.parts])
+    return decode(result)
+
+
+def _decoded(tensors: Sequence[Tensor], new: Sequence[Tensor], nodes: Sequence[Any], x: Any) -> Any:
+    # No function inside of `applied`: one that calls itself lives until the garbage collector runs,
+    # and all tensors with it.
+    if isinstance(x, Argument):
+        return tensors[x.number]
+    if isinstance(x, New):
+        return new[x.number]
+    if isinstance(x, Node):
+        return nodes[x.number]
+    if isinstance(x, Items):
+        return _rebuilt(x.cls, [_decoded(tensors, new, nodes, part) for part in x.parts])
+    return x.value
 
 
 def is_constant(encoded: Any) -> bool:

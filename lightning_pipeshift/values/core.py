@@ -11,12 +11,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipeshift.compat.torch_private import (
+    COMPILED_CALL,
     apply_function,
     checkpointing_by,
+    hook_tables,
+    plain_call,
     preserved_version_counters,
+    set_hook_tables,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.gates.gate import replaces_call
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
@@ -65,6 +70,7 @@ class Core:
         self.names = [names[layer] for layer in self.layers]
         self._own = [layer.__dict__.get("forward") for layer in self.layers]
         self.forwards: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
+        self._replaced: list[tuple[str, Any]] = [("forward", own) for own in self._own]
         # What layers of one kind have in common has a number, which is faster to compare.
         self._kinds: dict[Any, int] = {}
         self._num_kinds = 0
@@ -159,22 +165,46 @@ class Core:
         try:
             yield
         finally:
-            for layer, forward in zip(self.layers, self._own, strict=True):
-                if isinstance(layer.__dict__.get("forward"), _PlacedForward):
-                    del layer.__dict__["forward"]
-                    if forward is not None:
-                        layer.__dict__["forward"] = forward
+            for number in range(len(self.layers)):
+                self._restore(number)
 
     def _place_forwards(self) -> None:
         """Puts a forward into each layer that has none of this class: user code may set its own
-        between two steps.
+        between two steps. It replaces the whole call of a layer with hooks on its backward, or that
+        is compiled.
         """
         for number, layer in enumerate(self.layers):
-            own = layer.__dict__.get("forward")
+            slot = COMPILED_CALL if replaces_call(layer) else "forward"
+            own = layer.__dict__.get(slot)
             if not isinstance(own, _PlacedForward):
-                self._own[number], self.forwards[number] = own, layer.forward
+                self._restore(number)
+                self._own[number] = layer.__dict__.get("forward")
+                self._replaced[number] = slot, own
+                self.forwards[number] = own or self.plain_forward(number, layer)
                 self._watches[number] = None
-                layer.__dict__["forward"] = _PlacedForward(self, layer)
+                layer.__dict__[slot] = _PlacedForward(self, layer)
+
+    def own_hooks(self, number: int) -> tuple[int, ...]:
+        """Identifies the hooks that an owner runs with a layer."""
+        if self._replaced[number][0] == "forward":
+            return ()
+        return tuple(
+            id(hook) for table in hook_tables(self.layers[number]) for hook in table.values()
+        )
+
+    def plain_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        """What an owner runs of a layer, not compiled; or the same of a copy of the layer."""
+        if self._replaced[number][0] == "forward":
+            return layer.forward
+        set_hook_tables(layer, hook_tables(self.layers[number]))
+        return plain_call(layer)
+
+    def _restore(self, number: int) -> None:
+        attributes, (slot, own) = self.layers[number].__dict__, self._replaced[number]
+        if isinstance(attributes.get(slot), _PlacedForward):
+            del attributes[slot]
+            if own is not None:
+                attributes[slot] = own
 
     @contextmanager
     def seeing_parameters(self) -> Iterator[None]:

@@ -416,6 +416,7 @@ class Microbatch:
             *_autocast(core.device),
             arguments.key,
             hooked,
+            core.own_hooks(number),
         )
         try:
             contract = core.contracts[key]
@@ -423,7 +424,7 @@ class Microbatch:
             contract, fake = None, core.fake_of(number)
             if fake is not None:
                 changed: set[Attribute] = set()
-                heard_forward = hearing(fake, fake.forward, hooked)
+                heard_forward = hearing(fake, core.plain_forward(number, fake), hooked)
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
                 contract = core.finder.find(forward, given, kwargs, is_layer=True)
                 if core.add_state(number, changed):

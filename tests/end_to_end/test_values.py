@@ -595,3 +595,18 @@ def test_two_virtual_machines_of_two_stages_train_the_bits_of_the_other_core(
 ) -> None:
     for values, trace in run_ranks(with_both_cores, 4, str(tmp_path)):
         assert [name for name, x in values.items() if not torch.equal(x, trace[name])] == []
+
+
+class LooksAtThePlan(Base):
+    """Notes what the plan says of times."""
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        seconds = {layer.forward_seconds for layer in strategy.plan.layers}
+        self.noted.append((strategy.plan.prediction, seconds, strategy.plan.ranks))
+
+
+def test_a_cut_by_bytes_predicts_no_times(tmp_path: Path) -> None:
+    """Warnings of slow ranks compared real steps with the seconds that stood for bytes."""
+    for (found,) in run_ranks(run_all, 2, {}, str(tmp_path), [LooksAtThePlan]):
+        assert found.noted == [(None, {0.0}, ((0, 1),))]

@@ -23,6 +23,7 @@ from lightning_pipeshift.model.execution.microbatch import (
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import (
+    MOST_OPENED,
     compiled_around,
     find_layers,
     find_scopes,
@@ -223,7 +224,10 @@ class Pipeline:
         )
         self.streams = RandomStreams(channels.device)
         self._current_pass = CurrentPass()
-        layers = find_layers(root, self._num_layers(max(replicas.topology.stages_per_vm)))
+        # With core="values" random streams are those of layers, so more stages must not mean more
+        # layers. (Numbers that are left to the planner are measured on the other core.)
+        on_values, num_stages = settings.core == "values", max(replicas.topology.stages_per_vm)
+        layers = find_layers(root, MOST_OPENED if on_values else num_stages)
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
@@ -325,10 +329,6 @@ class Pipeline:
             in_step,
         )
         self._evaluations = Evaluations(self._stage, channels, self._user_state)
-
-    def _num_layers(self, num_stages: int) -> int:
-        """How many layers there are to be, at least."""
-        return num_stages
 
     def _install(self) -> None:
         """Makes the layers call this pipeline."""
