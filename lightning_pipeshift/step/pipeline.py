@@ -286,7 +286,13 @@ class ValuePipeline(Pipeline):
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
-        self.holdings.set_gradients_aside(given.keeps_gradients)
+        has_begun = False
+
+        def begin_gradients(adds: bool) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                self._begin_gradients(given, adds)
+            has_begun = True
 
         def run(part: Any, turn: int) -> Any:
             result = given.step(self.root, part)
@@ -297,6 +303,7 @@ class ValuePipeline(Pipeline):
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
+            begin_gradients(losses.outcomes[turn].weight is None)
             return self._weighed(loss, losses, turn, given)
 
         if len(slices) > 1:
@@ -310,6 +317,7 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
         )
+        begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
@@ -317,6 +325,25 @@ class ValuePipeline(Pipeline):
         report = self._report(losses, given)
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
+
+    def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
+        """Called before the first backward of a step.
+
+        Args:
+            given: its batch.
+            adds: whether its gradients need no factor when the step is over. Then the backwards add
+                to the gradients of earlier batches: other sums have other bits.
+        """
+        core, holdings = self.core, self.holdings
+        assert core is not None and holdings is not None
+        adds = adds and given.accumulation.has_begun and self.replicas.count == 1
+        stage = self.channels.stage
+        with run_by(None):
+            holdings.set_gradients_aside(given.keeps_gradients, adds)
+            for use in holdings.shared.uses if adds else ():
+                # All stages that hold it have the sum: one goes on with it.
+                if core.parameter_owners.get(use.parameter, stage) != stage:
+                    use.parameter.grad = None
 
     @purpose("a training step")
     def manual_step(self, given: TrainingBatch) -> Report:
@@ -351,6 +378,9 @@ class ValuePipeline(Pipeline):
                 outcome.result = None
         outcomes = self._gathered_with_metrics(list(losses.outcomes))
         report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
+        if report.counted and all(outcome.weight is None for outcome in outcomes):
+            # As in Lightning, a microbatch without a loss counts in the mean of the gradients.
+            report.counted = float(report.size)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
