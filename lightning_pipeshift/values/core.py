@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipeshift.compat.torch_private import (
+    BackwardHook,
     apply_function,
+    backward_hooks_by,
     checkpointing_by,
     preserved_version_counters,
     without_torch_function_of_subclasses,
@@ -20,7 +22,12 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
-from lightning_pipeshift.values.layer_contracts import copy_flags, fake_copy, kind_of
+from lightning_pipeshift.values.layer_contracts import (
+    NoBackwardHook,
+    copy_flags,
+    fake_copy,
+    kind_of,
+)
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
@@ -98,6 +105,8 @@ class Core:
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
+        self.backward_hooks: dict[int, BackwardHook] = {}
+        """By the number of a layer that is being called."""
         self._sees_parameters = False
         self.operation: str | None = None
         """The operation that runs at this stage now."""
@@ -192,13 +201,27 @@ class Core:
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self._sees_parameters = True
         try:
-            with checkpointing_by(_recomputing):
+            with checkpointing_by(_recomputing), backward_hooks_by(self._hook_backward):
                 yield
         finally:
             self._sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
+
+    def _hook_backward(self, module: nn.Module, *hooks: Any) -> Any:
+        """What is put around the call of a module for the hooks on its backward."""
+        found = BackwardHook(module, *hooks)
+        if running() is None:
+            return found
+        if module not in self.number:
+            raise LayerError(
+                f"`{type(module).__name__}` has a hook on its backward, and several layers in it:"
+                " their gradients are at several stages. Register the hook on its layers, or on a"
+                " tensor between them (`x.register_hook`)."
+            )
+        self.backward_hooks[self.number[module]] = found
+        return NoBackwardHook()
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
