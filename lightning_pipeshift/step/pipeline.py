@@ -298,6 +298,7 @@ class ValuePipeline(Pipeline):
         losses = self._reporting.losses(
             sizes, given.loss_scale, self.plan.microbatches, self.replicas.gather
         )
+        losses.counts_all = True
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
@@ -398,9 +399,6 @@ class ValuePipeline(Pipeline):
         """The report of a step, on every stage."""
         outcomes = self._gathered(list(losses.outcomes), digests)
         report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
-        if report.counted and all(outcome.weight is None for outcome in outcomes):
-            # As in Lightning, a microbatch without a loss counts in the mean of the gradients.
-            report.counted = float(report.size)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)

@@ -201,27 +201,13 @@ class Core:
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self._sees_parameters = True
         try:
-            with checkpointing_by(_recomputing), backward_hooks_by(self._hook_backward):
+            with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
                 yield
         finally:
             self._sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
-
-    def _hook_backward(self, module: nn.Module, *hooks: Any) -> Any:
-        """What is put around the call of a module for the hooks on its backward."""
-        found = BackwardHook(module, *hooks)
-        if running() is None:
-            return found
-        if module not in self.number:
-            raise LayerError(
-                f"`{type(module).__name__}` has a hook on its backward, and several layers in it:"
-                " their gradients are at several stages. Register the hook on its layers, or on a"
-                " tensor between them (`x.register_hook`)."
-            )
-        self.backward_hooks[self.number[module]] = found
-        return NoBackwardHook()
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
@@ -333,6 +319,22 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if microbatch is None or not any(isinstance(x, PLACED) for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
+    """What is put around the call of a module for the hooks on its backward."""
+    found, microbatch = BackwardHook(module, *hooks), running()
+    if not isinstance(microbatch, Microbatch):
+        return found
+    number = microbatch.core.number.get(module)
+    if number is None:
+        raise LayerError(
+            f"`{type(module).__name__}` has a hook on its backward, and several layers in it: their"
+            " gradients are at several stages. Register the hook on its layers, or on a tensor"
+            " between them (`x.register_hook`)."
+        )
+    microbatch.core.backward_hooks[number] = found
+    return NoBackwardHook()
 
 
 def _recomputing() -> AbstractContextManager[None] | None:

@@ -56,6 +56,7 @@ class LeavesOut(Base):
     def training_step(self, batch: Any, _: int) -> Any:
         words, targets = batch
         loss = self.loss(self(words), targets)
+        self.log("loss", loss, on_step=False, on_epoch=True)
         return None if words[0, 0] % 3 == 0 or loss < 2.45 else loss
 
 
@@ -425,6 +426,16 @@ def test_the_bits_of_plain_lightning(name: str, stages: int) -> None:
         assert [n for n, x in found.parameters.items() if not torch.equal(x, others[n])] == []
         assert found.noted == expected.noted
         assert found.metrics == pytest.approx(expected.metrics, rel=1e-6)
+
+
+def test_the_first_of_all_ranks_logs_for_several_virtual_machines() -> None:
+    options = {"partition": "uniform", "virtual_machines": 2}
+    found = [
+        each.metrics for (each,) in run_ranks(run_cases, 4, options, ["logs on the first rank"])
+    ]
+    assert found[0]["rank"] == 0.0
+    assert found[0].keys() == {"norm", "loss", "all", "rank", "read"}
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize(
