@@ -735,8 +735,8 @@ class Microbatch:
         what is a leaf.
         """
         base = base_of(tensor)
-        if base is not None:
-            # What has a view cannot be swapped.
+        if base is not None and not tensor.requires_grad:
+            # A write reaches what it is a view of. What has a view cannot be swapped.
             shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
             torch.utils.swap_tensors(tensor, torch.empty(0))
             self._adopt(base, stage)

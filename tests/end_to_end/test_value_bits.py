@@ -145,9 +145,24 @@ class Gathers(Base):
             dist.barrier()
         else:
             rows[0].copy_(mean)
-        seen = self.all_gather(logits, sync_grads=True)
+        seen: Any = self.all_gather(logits, sync_grads=True)
         self.noted.append((common.item(), tuple(seen.shape)))
         return loss + 0.1 * rows[0] * loss + 0.01 * seen.pow(2).mean()
+
+
+def halved(_: Any, to: Any, __: Any) -> Any:
+    """A hook on a backward."""
+    return (to[0] * 0.5,)
+
+
+def moved(_: Any, to: Any, of: Any) -> Any:
+    """A hook on a backward that uses the gradients of both ends."""
+    return (to[0] * 0.5 + of[0].mean(),)
+
+
+def enlarged(_: Any, of: Any) -> Any:
+    """A hook before a backward."""
+    return (of[0] * 1.5,)
 
 
 class HooksInside(Base):
@@ -155,19 +170,20 @@ class HooksInside(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        for block in self.blocks:
-            block.up.register_full_backward_hook(lambda _, to, __: (to[0] * 0.5,))
-            block.norm.register_full_backward_pre_hook(lambda _, of: (of[0] * 1.5,))
+        blocks: Any = self.blocks
+        for block in blocks:
+            block.up.register_full_backward_hook(halved)
+            block.norm.register_full_backward_pre_hook(enlarged)
 
 
 class HooksOnLayers(Base):
-    """Hooks on the backward of layers, one of which uses the gradients of both ends."""
+    """Hooks on the backward of layers."""
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.register_full_backward_hook(lambda _, to, of: (to[0] * 0.5 + of[0].mean(),))
-            block.register_full_backward_pre_hook(lambda _, of: (of[0] * 1.5,))
+            block.register_full_backward_hook(moved)
+            block.register_full_backward_pre_hook(enlarged)
 
 
 class HooksOnTensors(Base):
@@ -263,7 +279,8 @@ class Adapted(Base):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             block.up = Lora(block.up)
 
     def configure_optimizers(self) -> Any:
@@ -291,6 +308,11 @@ class Scheduled(Base):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+def no_callbacks(_: int) -> list[Any]:
+    """None."""
+    return []
+
+
 class Case(NamedTuple):
     """A run.
 
@@ -305,7 +327,7 @@ class Case(NamedTuple):
     kind: type[Base]
     every: int = 1
     options: dict[str, Any] = {}  # noqa: RUF012
-    callbacks: Callable[[int], list[Any]] = lambda _: []
+    callbacks: Callable[[int], list[Any]] = no_callbacks
     split: bool = True
 
 
@@ -380,7 +402,7 @@ def run_case(case: Case, strategy: dict[str, Any] | None) -> Found:
     pl.seed_everything(7, verbose=False)
     module = case.kind()
     number = MICROBATCHES if case.split else 1
-    factor, arguments = number, {}
+    factor, arguments = number, dict[str, Any]()
     if strategy is not None:
         factor = 1
         ours = PipeShiftStrategy(core="values", microbatches=number, **strategy)
