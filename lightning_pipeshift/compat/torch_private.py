@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+import torch.nn.modules.module as torch_modules
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
@@ -44,10 +45,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dis
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
+from torch.utils.hooks import BackwardHook
 
 # The imported names, and why no public one serves:
 # - NormBase: the base class of all batch and instance norms; the public classes are many.
 # - Loss: the base class of the loss modules, likewise.
+# - BackwardHook: puts hooks on a module's backward around the module; torch documents the hooks.
 # - BackwardHookFunction: what hooks on a module's backward put around the module.
 # - current_function_mode: the innermost TorchFunctionMode; torch only has the stack.
 # - function_mode_stack, dispatch_mode_stack, and what pops from them and pushes to them: contexts
@@ -63,6 +66,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
 __all__ = [
     "FAKE_TENSOR_LOG",
+    "BackwardHook",
     "BackwardHookFunction",
     "DataLoaderIterator",
     "FakeTensorMode",
@@ -404,6 +408,22 @@ def checkpointing_by(find: Callable[[], AbstractContextManager[None] | None]) ->
 
 
 # --- modules ---
+
+
+@contextmanager
+def backward_hooks_by(make: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a module's call gets from ``make`` what it puts around the forward for the
+    hooks on its backward, in place of a ``BackwardHook`` of the same arguments.
+    """
+    torch_modules.BackwardHook = make  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch_modules.BackwardHook = BackwardHook  # type: ignore[misc]
+
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that another one is a view of."""
 
 # The tables themselves, where entries are replaced by tensors of any class, or where `None` counts:
 # `setattr` checks the class, and `named_buffers` and its like leave `None` out.

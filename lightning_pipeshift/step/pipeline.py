@@ -29,6 +29,7 @@ from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
+from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
@@ -42,7 +43,7 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserS
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import gathered, kept
+from lightning_pipeshift.values.gathering import digest_of, gathered, kept, of_stage
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
@@ -214,16 +215,30 @@ class ValuePipeline(Pipeline):
         self.meets()
         return self.channels.share_object(mine, source)
 
-    def gathered(self, tree: Any) -> Any:
-        """A structure with host tensors in the place of values. Every stage calls this."""
-        return gathered(tree, self.channels.stage, self._share)
+    def _begin_digests(self, tree: Any) -> PostedSum:
+        """Begins to compare a structure over the stages."""
+        digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
+        digests[self.channels.stage] = digest_of(tree)
+        return self.channels.post_sum(digests)
 
-    def _gathered_with_metrics(self, tree: Any) -> Any:
-        """As :meth:`gathered`; metrics have common tensors afterwards, too, as Lightning computes
-        them, perhaps on one rank.
+    def _gathered(self, tree: Any, posted: PostedSum | None = None) -> Any:
+        """A structure with host tensors in the place of values, and metrics with common tensors, as
+        Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
+        different things, what counts is what the first rank has, as on one device.
+
+        Args:
+            tree: the structure.
+            posted: its digests, if they are under way.
         """
+        channels, core = self.channels, self.core
+        assert core is not None
+        posted = posted or self._begin_digests(tree)
+        self.meets()
+        if len(set(posted.wait().tolist())) > 1:
+            first = channels.ranks.index(min(channels.ranks))
+            tree = of_stage(first, tree, channels.stage, self._share, core.mailbox.offered)
         held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-        tree, found = self.gathered((tree, held))
+        tree, found = gathered((tree, held), channels.stage, self._share)
         for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
             for name, x in to_device(changed, self.channels.device).items():
@@ -319,19 +334,34 @@ class ValuePipeline(Pipeline):
         losses = self._reporting.losses(
             sizes, given.loss_scale, self.plan.microbatches, self.replicas.gather
         )
+        losses.counts_all = True
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
-        self.holdings.set_gradients_aside(given.keeps_gradients)
+        has_begun = False
+
+        def begin_gradients(adds: bool) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                self._begin_gradients(given, adds)
+            has_begun = True
+
+        digests: list[PostedSum] = []
 
         def run(part: Any, turn: int) -> Any:
             return self._logged(given.step, part, turn)
 
         def root_of(found: tuple[Any, list[LoggedValue]], turn: int) -> Any:
             losses.add(*found, self.channels.device)
+            if not given.wants_result:
+                losses.outcomes[-1].result = None
+            if losses.is_complete:
+                # They travel while the backwards run.
+                digests.append(self._begin_digests(losses.outcomes))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
+            begin_gradients(losses.outcomes[turn].weight is None)
             return self._weighed(loss, losses, turn, given)
 
         if len(slices) > 1:
@@ -345,13 +375,34 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
         )
+        begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
-        report = self._report(losses, given)
+        report = self._report(losses, given, digests[0])
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
+
+    def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
+        """Called before the first backward of a step.
+
+        Args:
+            given: its batch.
+            adds: whether its gradients need no factor when the step is over. Then the backwards add
+                to the gradients of earlier batches: other sums have other bits.
+        """
+        core, holdings = self.core, self.holdings
+        assert core is not None
+        assert holdings is not None
+        adds = adds and given.accumulation.has_begun and self.replicas.count == 1
+        stage = self.channels.stage
+        with run_by(None):
+            holdings.set_gradients_aside(given.keeps_gradients, adds)
+            for use in holdings.shared.uses if adds else ():
+                # All stages that hold it have the sum: one goes on with it.
+                if core.parameter_owners.get(use.parameter, stage) != stage:
+                    use.parameter.grad = None
 
     @purpose("a training step")
     def manual_step(self, given: TrainingBatch) -> Report:
@@ -366,7 +417,7 @@ class ValuePipeline(Pipeline):
         )
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
-        result, logs = self._gathered_with_metrics((result, logs))
+        result, logs = self._gathered((result, logs))
         report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
         self._end_step(given, report, 1)
         return report
@@ -381,12 +432,9 @@ class ValuePipeline(Pipeline):
             return loss if given.scale == 1.0 else loss * given.scale
         return loss * losses.factor(turn)
 
-    def _report(self, losses: Losses, given: TrainingBatch) -> Report:
+    def _report(self, losses: Losses, given: TrainingBatch, digests: PostedSum) -> Report:
         """The report of a step, on every stage."""
-        if not given.wants_result:
-            for outcome in losses.outcomes:
-                outcome.result = None
-        outcomes = self._gathered_with_metrics(list(losses.outcomes))
+        outcomes = self._gathered(list(losses.outcomes), digests)
         report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
         report.stops = given.stops()
         self.meets()
@@ -422,7 +470,7 @@ class ValuePipeline(Pipeline):
         """See :class:`Pipeline`."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
-        found = self._gathered_with_metrics(
+        found = self._gathered(
             [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
         )
         return [Report(result, logged, []) for result, logged in found]

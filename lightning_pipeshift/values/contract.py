@@ -93,7 +93,8 @@ class Contract:
 
 def spec_of(tensor: Tensor, shares: int | None = None) -> Spec:
     """The spec of a tensor."""
-    return Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, shares)
+    is_leaf = tensor.is_leaf
+    return Spec(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, shares, is_leaf)
 
 
 class _Rooted(torch.autograd.Function):
@@ -284,7 +285,7 @@ def require_kept(
             " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
             " to be tensors."
         )
-    if [(x[0], *x[2:]) for x in found] != [(x[0], *x[2:]) for x in contract.specs]:
+    if [(x[0], *x[2:5]) for x in found] != [(x[0], *x[2:5]) for x in contract.specs]:
         raise LayerError(
             f"`{label}` gave {_listed(found)} where its run without values gave"
             f" {_listed(contract.specs)}. Results whose number, shape or type depends on the values"

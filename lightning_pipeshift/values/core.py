@@ -12,7 +12,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipeshift.compat.torch_private import (
     COMPILED_CALL,
+    BackwardHook,
     apply_function,
+    backward_hooks_by,
     checkpointing_by,
     hook_tables,
     plain_call,
@@ -21,11 +23,15 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.gate import replaces_call
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
-from lightning_pipeshift.values.layer_contracts import copy_flags, fake_copy, kind_of
+from lightning_pipeshift.values.layer_contracts import (
+    NoBackwardHook,
+    copy_flags,
+    fake_copy,
+    kind_of,
+)
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
@@ -104,6 +110,8 @@ class Core:
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
+        self.backward_hooks: dict[int, BackwardHook] = {}
+        """By the number of a layer that is being called."""
         self._sees_parameters = False
         self.operation: str | None = None
         """The operation that runs at this stage now."""
@@ -170,11 +178,10 @@ class Core:
 
     def _place_forwards(self) -> None:
         """Puts a forward into each layer that has none of this class: user code may set its own
-        between two steps. It replaces the whole call of a layer with hooks on its backward, or that
-        is compiled.
+        between two steps. It replaces the whole call of a compiled layer.
         """
         for number, layer in enumerate(self.layers):
-            slot = COMPILED_CALL if replaces_call(layer) else "forward"
+            slot = COMPILED_CALL if layer.__dict__.get(COMPILED_CALL) else "forward"
             own = layer.__dict__.get(slot)
             if not isinstance(own, _PlacedForward):
                 self._restore(number)
@@ -222,7 +229,7 @@ class Core:
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self._sees_parameters = True
         try:
-            with checkpointing_by(_recomputing):
+            with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
                 yield
         finally:
             self._sees_parameters = False
@@ -340,6 +347,22 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if microbatch is None or not any(isinstance(x, PLACED) for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
+    """What is put around the call of a module for the hooks on its backward."""
+    found, microbatch = BackwardHook(module, *hooks), running()
+    if not isinstance(microbatch, Microbatch):
+        return found
+    number = microbatch.core.number.get(module)
+    if number is None:
+        raise LayerError(
+            f"`{type(module).__name__}` has a hook on its backward, and several layers in it: their"
+            " gradients are at several stages. Register the hook on its layers, or on a tensor"
+            " between them (`x.register_hook`)."
+        )
+    microbatch.core.backward_hooks[number] = found
+    return NoBackwardHook()
 
 
 def _recomputing() -> AbstractContextManager[None] | None:

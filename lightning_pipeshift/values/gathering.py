@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,38 +10,84 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
-from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.model.execution.trees import Rebuild, flatten
+from lightning_pipeshift.runtime.comm.messages import Key
+from lightning_pipeshift.values.microbatch import key_of
 from lightning_pipeshift.values.value import Value
 
 Share = Callable[[Any, int], Any]
 """``(object, stage) -> the object that this stage has passed``, on all stages."""
+Offered = Callable[[Key], Tensor | None]
 
 
 class Kept:
-    """What a value was at some time.
+    """What a value was at some time. A pickled one has no tensor.
 
     Args:
-        owner: the stage that has it.
+        key: of the message that would carry the value; its source is the stage that has it.
         tensor: a copy of it; ``None`` at the other stages.
-        name: of the value.
     """
 
-    __slots__ = ("name", "owner", "tensor")
+    __slots__ = ("key", "tensor")
 
-    def __init__(self, account: Account, tensor: Tensor | None) -> None:
-        self.owner, self.name = account.owner, account.name
-        self.tensor = None if tensor is None else tensor.detach()
+    def __init__(self, key: Key, tensor: Tensor | None = None) -> None:
+        self.key, self.tensor = key, tensor
+
+    def __reduce__(self) -> Any:
+        return Kept, (self.key,)
 
 
 def kept(leaf: Any) -> Any:
     """A copy of what a value is now, without an operation of the program; other objects as they
     are.
     """
+    found = _as_kept(leaf)
+    if isinstance(leaf, Value) and found.tensor is not None:
+        found.tensor = found.tensor.clone()
+    return found
+
+
+def _as_kept(leaf: Any) -> Any:
     if not isinstance(leaf, Value):
         return leaf
+    leaf.account.refresh()
     tensor = leaf.account.tensor
-    return Kept(leaf.account, None if tensor is None else tensor.detach().clone())
+    return Kept(key_of(leaf.account), None if tensor is None else tensor.detach())
+
+
+def _flat(tree: Any) -> tuple[list[Any], Rebuild]:
+    leaves, rebuild = flatten(tree, lambda node: isinstance(node, Kept))
+    return list(map(_as_kept, leaves)), rebuild
+
+
+def digest_of(tree: Any) -> int:
+    """Of the names of a structure's values, and of its numbers and texts."""
+    leaves, _ = _flat(tree)
+    text = [
+        leaf.key if isinstance(leaf, Kept) else leaf
+        for leaf in leaves
+        if isinstance(leaf, Kept | int | float | str)
+    ]
+    return zlib.crc32(repr(text).encode())
+
+
+def of_stage(source: int, tree: Any, stage: int, share: Share, offered: Offered) -> Any:
+    """The structure that one stage has, at all stages. Every stage calls this.
+
+    Args:
+        source: the stage.
+        tree: the structure that this stage has.
+        stage: this one.
+        share: gives all stages an object of one of them.
+        offered: finds a value of this stage that another may read, by its key.
+    """
+    leaves, rebuild = _flat(tree)
+    mine = {leaf.key: leaf.tensor for leaf in leaves if isinstance(leaf, Kept)}
+    leaves, rebuild = _flat(share(to_host(rebuild(leaves)), source))
+    for leaf in leaves:
+        if isinstance(leaf, Kept) and leaf.key.source == stage:
+            leaf.tensor = mine[leaf.key] if leaf.key in mine else offered(leaf.key)
+    return rebuild(leaves)
 
 
 def gathered(tree: Any, stage: int, share: Share) -> Any:
@@ -51,28 +98,28 @@ def gathered(tree: Any, stage: int, share: Share) -> Any:
         tree: the structure.
         stage: this one.
         share: gives all stages an object of one of them.
+
+    Raises:
+        LayerError: a value is not kept any more.
     """
-    leaves, rebuild = flatten(tree, lambda node: isinstance(node, Kept))
-    found = [_as_kept(leaf) for leaf in leaves]
-    for owner in sorted({each.owner for each in found if isinstance(each, Kept)}):
+    found, rebuild = _flat(tree)
+    leaves = list(found)
+    for owner in sorted({each.key.source for each in found if isinstance(each, Kept)}):
         places = [
-            at for at, each in enumerate(found) if isinstance(each, Kept) and each.owner == owner
+            at
+            for at, each in enumerate(found)
+            if isinstance(each, Kept) and each.key.source == owner
         ]
-        names = [found[at].name for at in places]
+        keys = [found[at].key for at in places]
         mine = [found[at].tensor for at in places] if owner == stage else []
-        its_names, tensors = share((names, to_host(mine)), owner)
-        if names != its_names:
+        its_keys, tensors = share((keys, to_host(mine)), owner)
+        if keys != its_keys or any(tensor is None for tensor in tensors):
             raise LayerError(
-                "The ranks have logged, returned, or put into a metric, different values in a step."
-                " Do this on every rank: without `if trainer.is_global_zero`, or with a number"
+                "The ranks have logged, returned, or put into a metric, different values in a step,"
+                " and one of them is not kept any more, or is too large to be kept. Do this on"
+                " every rank: without `if trainer.is_global_zero`, or with a number"
                 " (`self.log(name, loss.item())`)."
             )
         for at, tensor in zip(places, tensors, strict=True):
             leaves[at] = tensor
     return to_host(rebuild(leaves))
-
-
-def _as_kept(leaf: Any) -> Any:
-    if isinstance(leaf, Value):
-        return Kept(leaf.account, leaf.account.tensor)
-    return leaf

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import (
     USES_OF_ONE,
+    BackwardHook,
+    base_of,
     has_hooks,
     storage_use_count,
     without_torch_function_of_subclasses,
@@ -37,6 +39,7 @@ from lightning_pipeshift.values.layer_contracts import (
     flags_of,
     hearing,
     is_heard,
+    with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
 from lightning_pipeshift.values.special import SPECIAL
@@ -333,7 +336,7 @@ class Microbatch:
             number = -1 - self.core.parameter_numbers[tensor]
             part = self._num_backwards
             return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
-        return _key_of(account)
+        return key_of(account)
 
     def offer(self, account: Account) -> None:
         """Lets other stages ask for a value of this one, if it is small."""
@@ -341,7 +344,7 @@ class Microbatch:
         if account.name is None or tensor is None or self.mailbox.num_stages == 1:
             return
         is_small = tensor.nbytes <= _KEPT_BYTES
-        self.mailbox.offer(_key_of(account), tensor.detach() if is_small else None)
+        self.mailbox.offer(key_of(account), tensor.detach() if is_small else None)
 
     def _place_parameters(self, placed: Sequence[Tensor]) -> None:
         parameters = [x for x in placed if isinstance(x, StepParameter)]
@@ -386,12 +389,14 @@ class Microbatch:
         self.enters_layer(number)
         self._num_layers += 1
         self.note(self.core.names[number], args)
-        return self._called(number, args, kwargs)
+        return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 
     def enters_layer(self, number: int) -> None:
         """Called before a layer."""
 
-    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: BackwardHook | None
+    ) -> Any:
         core = self.core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         label = core.names[number]
@@ -428,12 +433,15 @@ class Microbatch:
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
                 contract = core.finder.find(forward, given, kwargs, is_layer=True)
                 if core.add_state(number, changed):
-                    return self._called(number, args, kwargs)
+                    return self._called(number, args, kwargs, hooks)
             core.keep(key, contract)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
-            forward: Callable[..., Any] = hearing(layer, core.forwards[number], hooked)
+            forward = core.forwards[number]
+            if hooks is not None:
+                forward = with_backward_hooks(forward, hooks)
+            forward = hearing(layer, forward, hooked)
             if recomputes:
                 # The second run, in the backward, needs the tensors of other stages, too.
                 again = partial(_called_with, layer, forward, others) if others else forward
@@ -490,10 +498,10 @@ class Microbatch:
     def _call(self, call: _Call) -> Any:
         contract, arguments, stage = call.contract, call.arguments, call.stage
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
-        for at in contract.written if contract is not None else ():
+        for at, needs in contract.written.items() if contract is not None else ():
             target = arguments.tensors[at]
             if not isinstance(target, PLACED):
-                self._require_own(target, call.label)
+                self._require_own(target, call.label, needs)
                 self._adopt(target, stage)
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
@@ -616,9 +624,11 @@ class Microbatch:
                     if self.stage == call.stage:
                         with without_torch_function_of_subclasses():
                             self.offer(other)
-            if isinstance(target, Value) and target.requires_grad != account.requires_grad:
-                with without_torch_function_of_subclasses():
-                    target.requires_grad_(account.requires_grad)
+            if isinstance(target, Value):
+                target.has_history = target.has_history or needs_gradient
+                if target.requires_grad != account.requires_grad:
+                    with without_torch_function_of_subclasses():
+                        target.requires_grad_(account.requires_grad)
         return applied(result, changes, call.arguments, values)
 
     def _told(
@@ -638,7 +648,7 @@ class Microbatch:
                 needs = {at: tensors[at].requires_grad for at in written}
             for at in written:
                 if at not in here:
-                    self._require_own(tensors[at], call.label)
+                    self._require_own(tensors[at], call.label, needs[at])
             told = after.result, after.changes_from(before), specs, needs
             new = after.new
         result, changes, specs, written_to = self.tell(told, call.stage, call.label)
@@ -706,19 +716,20 @@ class Microbatch:
                 " new tensor (`x = x * 2` in place of `x.mul_(2)`)."
             )
 
-    def _require_own(self, tensor: Tensor, label: str) -> None:
-        """Raises LayerError if a common tensor cannot become a value of one stage: others that
-        share its memory would not.
+    def _require_own(self, tensor: Tensor, label: str, needs_gradient: bool) -> None:
+        """Raises LayerError if a common tensor, with the tensor that it is a view of, cannot become
+        a value of one stage: others that share its memory would not.
         """
-        storage = tensor.untyped_storage()
-        is_shared = storage_use_count(storage) > USES_OF_ONE
+        storage, base = tensor.untyped_storage(), base_of(tensor)
+        is_view = base is not None and type(base) is Tensor and not needs_gradient
+        is_shared = storage_use_count(storage) > USES_OF_ONE + is_view
         if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
                 " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
-                " (`x.clone()`), before others share it, or use an operation that returns a new one"
-                " (`torch.where`, `torch.cat`)."
+                " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
+                " operation that returns a new tensor (`torch.where`, `torch.cat`)."
             )
 
     def _require_leaf(self, tensor: Tensor, call: _Call) -> None:
@@ -738,6 +749,14 @@ class Microbatch:
         """Makes a common tensor a value of one stage: that writes into it, or gets the gradient of
         what is a leaf.
         """
+        base = base_of(tensor)
+        if base is not None and not tensor.requires_grad:
+            # A write reaches what it is a view of. What has a view cannot be swapped.
+            shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+            torch.utils.swap_tensors(tensor, torch.empty(0))
+            self._adopt(base, stage)
+            torch.utils.swap_tensors(tensor, base.as_strided(shape, stride, offset))
+            return
         spec = spec_of(tensor)
         account = self.new_account(stage, spec.requires_grad, None, Memory())
         account.era = self._era if spec.requires_grad else None
@@ -794,7 +813,7 @@ class Microbatch:
             self._begin_parameter(tensor, account)
 
 
-def _key_of(account: Account) -> Key:
+def key_of(account: Account) -> Key:
     """Of the message that carries a value to a stage that reads it."""
     assert account.name is not None
     run, turn, number = account.name

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
@@ -91,7 +93,8 @@ def _require_own_backward(microbatch: Microbatch) -> None:
 
 def _plain_gradient(tensor: Tensor | None) -> Tensor | None:
     with without_torch_function_of_subclasses():
-        return tensor.grad if tensor is not None and tensor.is_leaf else None
+        has_one = tensor is not None and (tensor.is_leaf or tensor.retains_grad)
+        return tensor.grad if tensor is not None and has_one else None
 
 
 def _told_gradients(
@@ -120,6 +123,32 @@ def _told_gradients(
     return found
 
 
+def _owned(microbatch: Microbatch, tensor: Tensor) -> Tensor | None:
+    """The tensor of a value, at its owner."""
+    account = microbatch.account_of(tensor)
+    account.refresh()
+    return account.tensor if account.owner == microbatch.stage else None
+
+
+def _register_hook(microbatch: Microbatch, tensor: Tensor, hook: Callable[[Any], Any]) -> Any:
+    """At the owner the whole gradient comes together; the hook runs there only."""
+
+    def defined(gradient: Tensor | None) -> Any:
+        return None if gradient is None else hook(gradient)
+
+    with without_torch_function_of_subclasses():
+        here = _owned(microbatch, tensor)
+        if here is None and tensor.requires_grad:
+            return RemovableHandle(OrderedDict())
+        return (tensor if here is None else here).register_hook(defined)
+
+
+def _retain_gradient(microbatch: Microbatch, tensor: Tensor) -> None:
+    with without_torch_function_of_subclasses():
+        here = _owned(microbatch, tensor)
+        (tensor if here is None else here).retain_grad()
+
+
 def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
     microbatch.backward(*args, **kwargs)
 
@@ -137,7 +166,6 @@ def _refused(what: str, advice: str) -> Callable[..., Any]:
 
 _GRAD: Any = Tensor.grad
 _WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
-_HOOK = "register a hook on the parameters, or call it inside of the layer."
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _backward,
@@ -150,8 +178,8 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.set_: _refused("`set_`", _WRITE),
     Tensor.requires_grad_: _require_gradient,
     Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
-    Tensor.register_hook: _refused("`register_hook`", _HOOK),
-    Tensor.retain_grad: _refused("`retain_grad`", _HOOK),
+    Tensor.register_hook: _register_hook,
+    Tensor.retain_grad: _retain_gradient,
     torch.autograd.grad: _refused(
         "`torch.autograd.grad`",
         "call it inside of one layer, or call `backward` and use `.grad`.",

@@ -32,6 +32,7 @@ class Spec(NamedTuple):
         shares: whose memory it shares: a non-negative number is that of an argument of the call
             that returned it, a negative number ``-1 - n`` that of the call's new tensor ``n``;
             ``None`` for memory of its own.
+        is_leaf: whether no operation has a part in its gradient.
     """
 
     shape: torch.Size
@@ -39,6 +40,7 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     shares: int | None = None
+    is_leaf: bool = True
 
 
 class Program(Protocol):
@@ -103,6 +105,17 @@ _NO_STEP = (
 )
 
 
+class _Node:
+    """Stands for a node of autograd."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise LayerError(
+            f"`grad_fn.{name}` ({user_line()}) needs a node of autograd that one stage has: use"
+            " `value.register_hook`, or `module.register_full_backward_hook` on a layer, or look at"
+            " it inside of the layer."
+        )
+
+
 class Value(Tensor):
     """A tensor of the step that one stage owns. Every stage, the owner too, has this object in the
     tensor's place; :attr:`account` says where the tensor is.
@@ -116,6 +129,8 @@ class Value(Tensor):
     account: Account
     stays = False
     """Whether the stage of a value's memory must not change: a parameter has it as its gradient."""
+    has_history: bool
+    """Whether it is no leaf if it needs a gradient."""
 
     @staticmethod
     def __new__(cls, spec: Spec, device: torch.device, account: Account) -> Value:
@@ -127,8 +142,18 @@ class Value(Tensor):
             device=device,
             requires_grad=spec.requires_grad,
         )
-        value.account = account
+        value.account, value.has_history = account, not spec.is_leaf
         return value
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """As of the tensor."""
+        return not (self.requires_grad and self.has_history)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Something if the tensor has one: only the owner has that."""
+        return None if self.is_leaf else _Node()
 
     @classmethod
     def __torch_function__(

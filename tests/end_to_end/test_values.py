@@ -382,17 +382,6 @@ class ReadsAlone(Base):
         self.spread = self.logits.std()
 
 
-class LogsAlone(Base):
-    """Logs a value on the first rank only."""
-
-    def training_step(self, batch: Any, _: int) -> Any:
-        words, targets = batch
-        loss = self.loss(self(words), targets)
-        if self.trainer.is_global_zero:
-            self.log("loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-
 MODELS = (
     Base,
     Logs,
@@ -558,7 +547,7 @@ def test_the_bits_and_side_effects_of_plain_lightning(
     assert all(each == noted[0] for each in noted)
 
 
-@pytest.mark.parametrize("kind", [ReadsAlone, LogsAlone, ComputesAlone])
+@pytest.mark.parametrize("kind", [ReadsAlone, ComputesAlone])
 def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path: Path) -> None:
     options = {"partition": "uniform"}
     outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)

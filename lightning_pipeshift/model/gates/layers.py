@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torch_private import (
     Loss,
+    has_backward_hooks,
     is_compiled_module,
     parameters_of,
     persistent_buffers,
@@ -132,9 +133,10 @@ def _may_be_opened(module: nn.Module) -> bool:
     """Whether a module's parts are called as modules, judging from its attributes.
 
     A module with parameters of its own uses them, and often those of its parts, in its own way
-    (``nn.MultiheadAttention``).
+    (``nn.MultiheadAttention``). A hook on a module's backward needs both of its ends on one stage.
     """
-    return bool(_parts(module)) and not any(p is not None for p in parameters_of(module).values())
+    has_own = any(p is not None for p in parameters_of(module).values())
+    return bool(_parts(module)) and not has_own and not has_backward_hooks(module)
 
 
 class _Blocks:

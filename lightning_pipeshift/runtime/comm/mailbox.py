@@ -214,6 +214,11 @@ class Mailbox:
             answers = [self._answer(to, key, phase) for to, phase in asked.items()]
         self._send_all(answers)
 
+    def offered(self, key: Key) -> Tensor | None:
+        """What other stages may read; ``None`` if it is not kept, or has been written to since."""
+        tensor, version = self._offers.get(key) or (None, 0)
+        return tensor if tensor is not None and version_of(tensor) == version else None
+
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
         """Sends a value that is read to all other stages, once."""
         with self._offering:
@@ -238,16 +243,14 @@ class Mailbox:
         come to read the value.
         """
         told = self._told.setdefault(key, set())
-        offer = self._offers.get(key)
-        # Not what has been written to since.
-        has_one = offer is not None and version_of(offer[0]) == offer[1]
+        offer = self.offered(key)
         if to in told:
             return None
-        if not has_one and phase >= self.phase:
+        if offer is None and phase >= self.phase:
             self._asked.setdefault(key, {})[to] = phase
             return None
         told.add(to)
-        return to, key, offer[0] if offer is not None and has_one else None
+        return to, key, offer
 
     def _send_all(self, answers: Iterable[_Answer | None]) -> None:
         for answer in answers:

@@ -124,7 +124,7 @@ class Holdings:
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._withdrawn: list[tuple[nn.Parameter, Tensor]] = []
-        self._replaces = False
+        self._replaces = self._adds = False
 
     @property
     def stage(self) -> int:
@@ -513,18 +513,19 @@ class Holdings:
         """Saves a parameter's gradient from before the step, if it arrives during the step."""
         self._aside.append((parameter, gradient))
 
-    def set_gradients_aside(self, keep: bool) -> None:
+    def set_gradients_aside(self, keep: bool, adds: bool = False) -> None:
         """Saves the present gradients, so that the step's own start empty.
 
         Args:
             keep: whether the present gradients are still needed.
+            adds: the step adds its own to them, as a plain loop does: they stay where they are.
         """
-        self._aside = []
+        self._aside, self._adds = [], adds
         self._aliases = self._copies = None
         self._parts = []
         self._are_summed = False
         self.shared.sums.clear()
-        for use in self.held:
+        for use in self.held if not adds else ():
             if use.parameter.grad is not None and keep:
                 self._aside.append((use.parameter, use.parameter.grad))
             use.parameter.grad = None
@@ -553,7 +554,7 @@ class Holdings:
             self._sum_parts()
         elif not self._are_summed:
             self.sum_shared(waits=shares)
-        self._replaces = joins
+        self._replaces = joins or self._adds
         if joins:
             self._join(correction)
             correction = 1.0
@@ -564,7 +565,9 @@ class Holdings:
             self._pass_shared_around()
         self._fresh = {}
         for use in self.held:
-            gradient, use.parameter.grad = use.parameter.grad, None
+            gradient = use.parameter.grad
+            if not self._adds:
+                use.parameter.grad = None
             if gradient is not None and correction:
                 fresh = gradient if correction == 1.0 else gradient.mul_(correction)
                 self._fresh[id(use.parameter)] = (use.parameter, fresh)

@@ -59,12 +59,14 @@ class Losses:
         denominators: divide the losses while their total weight is not known yet; ``None`` to
             derive them from this step's own numbers.
         agree: called with the first outcome; returns the denominators.
+        counts_all: a microbatch without a loss counts by its samples, as in plain Lightning.
     """
 
     sizes: Sequence[int]
     loss_scale: float | Tensor = 1.0
     denominators: Denominators | None = None
     agree: Callable[[MicrobatchOutcome], Denominators] | None = None
+    counts_all: bool = False
     outcomes: list[MicrobatchOutcome] = field(default_factory=list, init=False)
     _expected_weight: float | Tensor | None = field(default=None, init=False)
     """The expected sum of the user's weights, which divides the losses meanwhile."""
@@ -129,6 +131,8 @@ class Losses:
         Args:
             outcomes: of all microbatches, in host memory.
         """
+        if self.counts_all and all(outcome.weight is None for outcome in outcomes):
+            return list(map(float, self.sizes))
         return [
             0.0
             if outcome.loss is None

@@ -504,6 +504,27 @@ def test_hooks_of_a_module_are_counted() -> None:
     assert compat.num_hooks(module) == 3
 
 
+def test_what_is_put_around_a_module_for_its_backward_hooks_can_be_replaced() -> None:
+    module, seen = nn.Linear(2, 2), []
+    module.register_full_backward_hook(lambda *_: seen.append("called"))
+
+    def make(*args: Any) -> Any:
+        seen.append("made")
+        return compat.BackwardHook(*args)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with compat.backward_hooks_by(make):
+        module(x).sum().backward()
+    module(x).sum().backward()
+    assert seen == ["made", "called", "called"]
+
+
+def test_a_view_knows_its_base() -> None:
+    x = torch.zeros(3)
+    assert compat.base_of(x[1]) is x
+    assert compat.base_of(x) is None
+
+
 def test_modes_are_taken_from_their_stacks_and_put_back() -> None:
     operations = Operations()
     with Functions() as functions, operations:
