@@ -12,12 +12,10 @@ runs the call tells the others afterwards.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +32,11 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import (
+    host_state,
+    seed_host,
+    set_host_state,
+)
 from lightning_pipeshift.values.arguments import (
     Arguments,
     Outcome,
@@ -68,6 +71,7 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
+        draws_on_host: whether it draws from NumPy or ``random``.
     """
 
     specs: tuple[Spec, ...]
@@ -75,6 +79,7 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
+    draws_on_host: bool
 
     @property
     def needs_gradient(self) -> bool:
@@ -150,7 +155,8 @@ class ContractFinder:
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, made_up: int | None
     ) -> Contract | None:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        states = host_state(), torch.get_rng_state()
+        seed_host(0)
         arguments = Arguments((args, kwargs), id)
         with_gradient = torch.is_grad_enabled()
         # In inference mode no one counts writes.
@@ -180,9 +186,9 @@ class ContractFinder:
                 # Whatever goes wrong on fake tensors is seen again, or is not, on the real ones.
                 return None
             finally:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
-                torch.set_rng_state(states[2])
+                draws_on_host = host_state() != 0
+                set_host_state(states[0])
+                torch.set_rng_state(states[1])
         if any(not isinstance(size, int) for spec in specs for size in spec.shape):
             return None
         return Contract(
@@ -195,6 +201,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
+            draws_on_host=draws_on_host,
         )
 
     def _stand_in(self, tensor: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import copy_flags, fake_copy, kind_of
@@ -57,7 +57,7 @@ class Core:
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
-        self.streams = RandomStreams(device)
+        self.generators = generators_of(device)
         self.finder = ContractFinder(device)
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
@@ -137,7 +137,9 @@ class Core:
         """Adds to the state of a layer and of those with the same modules; returns whether there
         was anything new.
         """
-        new = changed - set(self.states[number])
+        new = changed.difference(self.states[number])
+        if not new:
+            return False
         buffers = {id(self._shared[number].get(attribute)) for attribute in new}
         for at, family in enumerate(self._families):
             more = {name for name, x in self._shared[at].items() if id(x) in buffers}
@@ -146,7 +148,7 @@ class Core:
             if more - set(self.states[at]):
                 self.states[at] = sorted(more.union(self.states[at]))
                 self._watches[at] = None
-        return bool(new)
+        return True
 
     def keep(self, key: Any, contract: Contract | None) -> None:
         """Keeps a contract for other calls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import drawing_from
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
@@ -77,7 +78,7 @@ class _Call(NamedTuple):
         contract: ``None`` if what it gives depends on values.
         stage: where it runs.
         label: names it in messages.
-        stream: the context of its random numbers.
+        stream: the key of its random numbers.
         parameters: the layer's, by name.
     """
 
@@ -88,7 +89,7 @@ class _Call(NamedTuple):
     contract: Contract | None
     stage: int
     label: str
-    stream: AbstractContextManager[None]
+    stream: tuple[int | str, ...]
     parameters: Sequence[tuple[str, Tensor]] = ()
 
 
@@ -273,9 +274,7 @@ class Microbatch:
             finally:
                 core.operation = None
 
-        stream = core.streams.switched(
-            "operation", core.seed, self._step, self.turn, self._num_operations
-        )
+        stream = "operation", core.seed, self._step, self.turn, self._num_operations
         return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
 
     # --- reads ---
@@ -446,7 +445,7 @@ class Microbatch:
                 )
             return result
 
-        stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
+        stream = "layer", core.seed, self._step, self.turn, self._num_layers
         call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
         (result, heard), after, more = self._call(call)
         for attribute, value in (*zip(state, after, strict=True), *more):
@@ -532,7 +531,8 @@ class Microbatch:
             is_needed = call.contract is None or len(nodes) > 1
             before = Outcome(nodes, tensors) if is_needed else None
             versions = list(map(version_in, tensors))
-            with call.stream:
+            draws_on_host = call.contract is None or call.contract.draws_on_host
+            with drawing_from(self.core.generators, draws_on_host, *call.stream):
                 result = call.function(others, args, kwargs)
             after = Outcome(nodes, tensors, result)
             written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
