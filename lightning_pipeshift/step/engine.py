@@ -170,6 +170,8 @@ class Engine:
             advance(microbatch)
 
         with kept(core.device):
+            # The generators' states are no longer the user's, and so short: see `host_state`.
+            seed_generators(core.device, "between", step)
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from lightning_pipeshift.values.arguments import (
     State,
     arguments_in,
     copied,
+    given,
     is_constant,
     same_numbers,
 )
@@ -61,7 +63,7 @@ _STATISTICS, _IS_TRAINING = slice(3, 5), 5
 _MADE_UP = (1, 3)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contract:
     """What a call gives and does.
 
@@ -81,18 +83,20 @@ class Contract:
     written: dict[int, bool]
     draws_on_host: bool
 
-    @property
+    @cached_property
     def needs_gradient(self) -> bool:
         """Whether a result needs a gradient."""
         return any(spec.requires_grad for spec in self.specs) or any(self.written.values())
 
-    def aliases(self) -> set[int]:
-        """The numbers of the argument tensors that a result shares memory with."""
-        return {spec.shares for spec in self.specs if spec.shares is not None and spec.shares >= 0}
-
-    def returned(self) -> set[int]:
-        """The numbers of the argument tensors that the call returns as they are."""
-        return arguments_in(self.result)
+    @cached_property
+    def places(self) -> list[int]:
+        """The numbers of the argument tensors whose stage runs the call: of the first that is a
+        value. A write goes to where the memory is, and a view, or what is returned as it is, is of
+        it.
+        """
+        aliases = {spec.shares for spec in self.specs if spec.shares is not None}
+        shared = [at for at in sorted(aliases) if at >= 0]
+        return [*sorted(self.written), *shared, *sorted(arguments_in(self.result))]
 
 
 def spec_of(tensor: Tensor, shares: int | None = None) -> Spec:
@@ -157,7 +161,7 @@ class ContractFinder:
     ) -> Contract | None:
         states = host_state(), torch.get_rng_state()
         seed_host(0)
-        arguments = Arguments((args, kwargs), id)
+        arguments = Arguments(given(args, kwargs), id)
         with_gradient = torch.is_grad_enabled()
         # In inference mode no one counts writes.
         with (
@@ -170,8 +174,8 @@ class ContractFinder:
             with torch.enable_grad():
                 stand_ins = [self._stand_in(tensor) for tensor in arguments.tensors]
             memo: dict[int, Any] = {}
-            fake_args, fake_kwargs = copied(
-                (args, kwargs), lambda tensor: stand_ins[arguments.number_of(tensor)], memo
+            fake_args, *fake_kwargs = copied(
+                given(args, kwargs), lambda tensor: stand_ins[arguments.number_of(tensor)], memo
             )
             nodes = [memo[id(node)] for node in arguments.nodes]
             before = Outcome(nodes, stand_ins)
@@ -179,7 +183,7 @@ class ContractFinder:
             watch = _Watch(made_up)
             try:
                 with watch:
-                    result = function(*fake_args, **fake_kwargs)
+                    result = function(*fake_args, **dict(fake_kwargs))
                 after = Outcome(nodes, stand_ins, result)
                 specs = specs_of(after.new, stand_ins)
             except Exception:
@@ -242,9 +246,8 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
 def require_kept(
     contract: Contract,
     label: str,
-    arguments: Arguments,
     tensors: Sequence[Tensor],
-    before: Outcome | None,
+    before: Outcome,
     after: Outcome,
     written: Sequence[int],
 ) -> None:
@@ -253,9 +256,8 @@ def require_kept(
     Args:
         contract: of the call.
         label: its name.
-        arguments: its arguments.
-        tensors: those in them, plain.
-        before: the arguments before the call; ``None`` if it could not change them.
+        tensors: those in its arguments, plain.
+        before: the arguments before the call.
         after: what it gave.
         written: the numbers of the tensors that it has written to.
 
@@ -265,14 +267,10 @@ def require_kept(
     changes = contract.changes
     with without_torch_function_of_subclasses():
         found = specs_of(after.new, tensors)
-    num_nodes = len(arguments.nodes)
-    states = dict(enumerate(after.states[num_nodes:], num_nodes))
-    if before is not None:
-        states = after.changes_from(before)
-    # A write to a tensor counts for all that share its memory.
-    with without_torch_function_of_subclasses():
+        # A write to a tensor counts for all that share its memory.
         memories = {storage_key_of(tensors[at]) for at in contract.written}
         unknown = [at for at in written if storage_key_of(tensors[at]) not in memories]
+    states = after.changes_from(before)
     if unknown or states.keys() != changes.keys():
         raise LayerError(
             f"`{label}` writes to an argument, or changes an object, where its run without values"
@@ -287,6 +285,8 @@ def require_kept(
             " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
             " to be tensors."
         )
+    if found == list(contract.specs):
+        return
     if [(x[0], *x[2:]) for x in found] != [(x[0], *x[2:]) for x in contract.specs]:
         raise LayerError(
             f"`{label}` gave {_listed(found)} where its run without values gave"

@@ -98,7 +98,8 @@ class Core:
         self.num_steps = 0
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
-        self._sees_parameters = False
+        self.sees_parameters = False
+        """Whether parameters have another class now."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -181,7 +182,7 @@ class Core:
     @contextmanager
     def seeing_parameters(self) -> Iterator[None]:
         """Context of code that may use parameters as values: in it these have another class."""
-        if self._sees_parameters:
+        if self.sees_parameters:
             yield
             return
         self._place_forwards()
@@ -192,12 +193,12 @@ class Core:
         for tensor in placed:
             tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
-        self._sees_parameters = True
+        self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing):
                 yield
         finally:
-            self._sees_parameters = False
+            self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
@@ -290,6 +291,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
+            if core.sees_parameters:
+                return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
                 return microbatch.layer(number, args, kwargs)
         if core.operation is not None and core.owners(number, 0) != core.stage:

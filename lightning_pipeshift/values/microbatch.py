@@ -28,6 +28,7 @@ from lightning_pipeshift.values.arguments import (
     State,
     applied,
     copied,
+    given,
 )
 from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
@@ -251,7 +252,7 @@ class Microbatch:
         if function in READS:
             return self._read_by(function, args, kwargs)
         core = self.core
-        arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
+        arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         self._place_parameters(placed)
         key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
@@ -284,12 +285,14 @@ class Microbatch:
         them: so this is no operation of the program.
         """
         label = name_of(function)
-        arguments = Arguments((args, kwargs), id)
+        arguments = Arguments(given(args, kwargs), id)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         plain = {id(x): self._read_here(x, label) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
-            plain_args, plain_kwargs = copied((args, kwargs), lambda x: plain.get(id(x), x), {})
-            return function(*plain_args, **plain_kwargs)
+            plain_args, *plain_kwargs = copied(
+                given(args, kwargs), lambda x: plain.get(id(x), x), {}
+            )
+            return function(*plain_args, **dict(plain_kwargs))
 
     def _read_here(self, tensor: Tensor, label: str) -> Tensor:
         """A value's tensor without its gradient. The owner tells it to all stages; another stage
@@ -344,19 +347,13 @@ class Microbatch:
 
     def _stage_of(self, contract: Contract | None, arguments: Arguments) -> int | None:
         """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
-
-        def owners(numbers: Any) -> list[int]:
-            tensors = (arguments.tensors[at] for at in sorted(numbers))
-            return [self.account_of(x).owner for x in tensors if isinstance(x, PLACED)]
-
-        if contract is None:
-            return max(owners(range(len(arguments.tensors))))
-        # A write goes to where the memory is, and a view, or what is returned as it is, is of it.
-        for numbers in (contract.written, contract.aliases(), contract.returned()):
-            found = owners(numbers)
-            if found:
-                return found[0]
-        return max(owners(contract.used), default=None)
+        tensors = arguments.tensors
+        for at in () if contract is None else contract.places:
+            if isinstance(tensors[at], PLACED):
+                return self.account_of(tensors[at]).owner
+        used = range(len(tensors)) if contract is None else contract.used
+        placed = [tensors[at] for at in used if isinstance(tensors[at], PLACED)]
+        return max([self.account_of(x).owner for x in placed], default=None)
 
     def _everywhere(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that uses only the shapes of values, on every stage."""
@@ -369,8 +366,8 @@ class Microbatch:
             )
 
         with without_torch_function_of_subclasses():
-            plain_args, plain_kwargs = copied((args, kwargs), without_values, {})
-            return function(*plain_args, **plain_kwargs)
+            plain_args, *plain_kwargs = copied(given(args, kwargs), without_values, {})
+            return function(*plain_args, **dict(plain_kwargs))
 
     # --- layers ---
 
@@ -388,8 +385,8 @@ class Microbatch:
         hooked = tuple(name for name, module in modules if name and is_heard(module))
         kind, watch = core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
-        given = tuple(attribute.get(layer) for attribute in state), *args
-        arguments = Arguments((given, kwargs), _described, exact=True)
+        all_args = tuple(attribute.get(layer) for attribute in state), *args
+        arguments = Arguments(given(all_args, kwargs), _described, exact=True)
         parameters = core.parameters[number]
         flags = flags_of(
             [module for _, module in modules], [parameter for _, parameter in parameters]
@@ -410,7 +407,7 @@ class Microbatch:
                 changed: set[Attribute] = set()
                 heard_forward = hearing(fake, fake.forward, hooked)
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
-                contract = core.finder.find(forward, given, kwargs, is_layer=True)
+                contract = core.finder.find(forward, all_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs)
             core.keep(key, contract)
@@ -446,7 +443,7 @@ class Microbatch:
             return result
 
         stream = "layer", core.seed, self._step, self.turn, self._num_layers
-        call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
+        call = _Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
         (result, heard), after, more = self._call(call)
         for attribute, value in (*zip(state, after, strict=True), *more):
             attribute.set(layer, value)
@@ -509,14 +506,14 @@ class Microbatch:
         if contract is None:
             return self._told(call, here, (before, after, written))
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
-        require_kept(contract, call.label, arguments, tensors, before, after, written)
+        require_kept(contract, call.label, tensors, before, after, written)
         return self._given(call, here, after.new)
 
     def _run(
         self, call: _Call, here: dict[int, Tensor], others: dict[str, Tensor]
-    ) -> tuple[Outcome | None, Outcome, list[int]]:
-        """Runs a call at its stage; returns what its arguments held before (where that is needed),
-        what it gave, and the numbers of the tensors that it has written to.
+    ) -> tuple[Outcome, Outcome, list[int]]:
+        """Runs a call at its stage; returns what its arguments held before, what it gave, and the
+        numbers of the tensors that it has written to.
         """
         arguments, memo = call.arguments, {}  # type: ignore[var-annotated]
 
@@ -524,16 +521,14 @@ class Microbatch:
             return here.get(arguments.number_of(tensor), tensor)
 
         with run_by(None), without_torch_function_of_subclasses():
-            args, kwargs = copied((call.args, call.kwargs), plain, memo)
+            args, *kwargs = copied(given(call.args, call.kwargs), plain, memo)
             nodes = [memo[id(node)] for node in arguments.nodes]
             tensors = list(map(plain, arguments.tensors))
-            # One of them holds the keyword arguments, and no call can change that.
-            is_needed = call.contract is None or len(nodes) > 1
-            before = Outcome(nodes, tensors) if is_needed else None
+            before = Outcome(nodes, tensors)
             versions = list(map(version_in, tensors))
             draws_on_host = call.contract is None or call.contract.draws_on_host
             with drawing_from(self.core.generators, draws_on_host, *call.stream):
-                result = call.function(others, args, kwargs)
+                result = call.function(others, args, dict(kwargs))
             after = Outcome(nodes, tensors, result)
             written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
         return before, after, written
@@ -610,13 +605,12 @@ class Microbatch:
         self,
         call: _Call,
         here: dict[int, Tensor],
-        ran: tuple[Outcome | None, Outcome, list[int]] | None,
+        ran: tuple[Outcome, Outcome, list[int]] | None,
     ) -> Any:
         """What a call gives whose stage tells the others: it depends on values."""
         told, new = None, None
         if ran is not None:
             before, after, written = ran
-            assert before is not None
             tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
             with without_torch_function_of_subclasses():
                 specs = specs_of(after.new, tensors)
@@ -788,7 +782,8 @@ def _key_of(account: Account) -> Key:
 
 def _described(tensor: Tensor) -> Any:
     """What of a tensor the shapes of a call's results may depend on."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    with without_torch_function_of_subclasses():
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:

@@ -67,12 +67,10 @@ def ended(position: Position) -> Position:
 
 def stream_seed(*key: int | str) -> int:
     """A 64-bit seed for a key; different keys give unrelated seeds."""
-    digest = blake2b(digest_size=8)
-    for part in key:
-        # A length before each part distinguishes ("ab", "c") from ("a", "bc").
-        data = part.encode() if isinstance(part, str) else struct.pack("<q", part)
-        digest.update(struct.pack("<I", len(data)) + data)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    parts = [x.encode() if isinstance(x, str) else struct.pack("<q", x) for x in key]
+    # A length before each part distinguishes ("ab", "c") from ("a", "bc").
+    data = b"".join([struct.pack("<I", len(part)) + part for part in parts])
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 class RandomStreams:
