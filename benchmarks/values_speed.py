@@ -29,7 +29,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks import skip_cost
@@ -241,7 +241,10 @@ def main() -> None:
         more = [
             interval(
                 [
-                    median(new[at] - known[at] for new, known in zip(turn[::2], turn[1::2]))
+                    median(
+                        new[at] - known[at]
+                        for new, known in zip(turn[::2], turn[1::2], strict=False)
+                    )
                     for turn in steps["shapes"]
                 ]
             )
