@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -41,7 +41,9 @@ from lightning_pipeshift.testing.sleeping import Sleeper
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_WARM_UP_STEPS = 2, 4, 4
 NUM_BLOCKS_OF_SHAPES = 24
-OLD, NEW = "trace", "values"
+Core = Literal["trace", "values"]
+OLD: Core = "trace"
+NEW: Core = "values"
 
 
 def _config(num_blocks: int, width: int, length: int) -> Config:
@@ -96,7 +98,7 @@ class Contender:
     data: Callable[[int], Any]
     num_layers: int
     num_steps: int
-    core: str = NEW
+    core: Core = NEW
 
 
 def _symbols(length: int) -> Callable[[int], Any]:

@@ -171,7 +171,7 @@ class Engine:
 
         with kept(core.device):
             # The generators' states are no longer the user's, and so short: see `host_state`.
-            seed_generators(core.device, "between", step)
+            seed_generators(core.device, "between", core.seed, step)
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:
