@@ -82,7 +82,7 @@ class Embedding(nn.Module):
         self.position = nn.Parameter(torch.zeros(length, width))
 
     def forward(self, symbols: Tensor) -> Tensor:
-        embedded: Tensor = self.symbol(symbols) + self.position
+        embedded: Tensor = self.symbol(symbols) + self.position[: symbols.shape[1]]
         return embedded
 
 

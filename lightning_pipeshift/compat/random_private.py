@@ -34,19 +34,52 @@ def seed_in_place(generator: np.random.MT19937, seed: int) -> None:
     generator._legacy_seeding(seed)
 
 
+def _python_words() -> Any:
+    """The memory of Python's own generator: its position, and behind it the 624 words of the state,
+    as in CPython's ``_randommodule.c``. ``None`` if that differs from ``random.getstate``.
+    """
+    shared: Any = getattr(random, "_inst", None)
+    if type(shared) is not random.Random:
+        return None
+    for generator in (random.Random(0), shared):
+        words = (ctypes.c_uint32 * (1 + NUM_WORDS)).from_address(
+            id(generator) + object.__basicsize__
+        )
+        for _ in range(3 if generator is not shared else 1):
+            if (*words[1:], words[0]) != generator.getstate()[1]:
+                return None
+            if generator is not shared:
+                generator.random()
+    return words
+
+
+_words = _python_words()
+# NumPy's global generator, and its memory: 624 words, and behind them the position.
+_numpy: tuple[Any, Any] = (None, None)
+
+
 def python_position() -> Callable[[], int]:
     """A function that returns the position of Python's own generator. It reads the generator's
-    memory, where CPython's ``_randommodule.c`` has the position in front of the 624 words. If that
-    differs from ``random.getstate``, it calls the latter every time.
+    memory, or else calls ``random.getstate`` every time.
     """
-    generator = random.Random(0)
-    place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
-    agrees = True
-    for _ in range(3):
-        agrees &= place.value == generator.getstate()[1][-1]
-        generator.random()
-    shared: Any = getattr(random, "_inst", None)
-    if not agrees or type(shared) is not random.Random:
+    if _words is None:
         return lambda: random.getstate()[1][-1]
-    in_use = ctypes.c_int.from_address(id(shared) + object.__basicsize__)
-    return lambda: in_use.value
+    return lambda: int(_words[0])
+
+
+def host_mark() -> Any:
+    """What changes with every draw from NumPy's and Python's global generators. Besides the
+    positions, a word of each state: the position is the same again after 624 words.
+    """
+    global _numpy
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if generator is not _numpy[0]:
+        memory = None
+        if isinstance(generator, np.random.MT19937):
+            address = generator.ctypes.state_address
+            memory = (ctypes.c_uint32 * (NUM_WORDS + 1)).from_address(address)
+        _numpy = generator, memory
+    words = _numpy[1]
+    if words is None or _words is None:
+        return object()
+    return generator, words[NUM_WORDS], words[1], _words[0], _words[2]

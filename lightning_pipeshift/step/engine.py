@@ -262,6 +262,8 @@ class Engine:
         tails = self._tails if len(batches) > 1 else None
         with kept(core.device), nullcontext() if tails is None else tails.watching():
             self._runs_ahead = tails is not None and tails.may_run_ahead
+            # The generators' states are no longer the user's, and so short: see `host_state`.
+            seed_generators(core.device, "between", core.seed, step)
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:

@@ -10,12 +10,10 @@ these numbers.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_pipeshift.compat.torch_private import (
@@ -30,7 +28,12 @@ from lightning_pipeshift.compat.torch_private import (
     top_saved_hooks,
 )
 from lightning_pipeshift.devices.properties import generators_of
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.user_state.random_streams import (
+    host_state,
+    seed_host,
+    set_host_state,
+    stream_seed,
+)
 
 
 class ThreadState:
@@ -46,7 +49,7 @@ class ThreadState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generators = [generator.get_state() for generator in generators_of(device)]
-        self._numpy, self._python = np.random.get_state(), random.getstate()
+        self._host = host_state()
         self._grad = torch.is_grad_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -79,8 +82,7 @@ class ThreadState:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_grad_enabled(self._grad)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        set_host_state(self._host)
         for generator, state in zip(generators_of(self._device), self._generators, strict=True):
             generator.set_state(state)
 
@@ -110,5 +112,4 @@ def seed_generators(device: torch.device, *key: int | str) -> None:
     seed = stream_seed(*key)
     for generator in generators_of(device):
         generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_host(seed)

@@ -40,6 +40,8 @@ _WHOLE = (
     property,
 )
 _ITEM, _KEY, _ATTRIBUTE, _ARRAY = "item", "key", "attribute", "array"
+# The most frequent classes: nothing is inside of them.
+_SIMPLE = frozenset({int, bool, str, type(None), torch.dtype, torch.device})
 _BY_VALUE = (int, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 # Longer contents count in a key by their digest.
@@ -52,6 +54,8 @@ def is_node(x: object) -> bool:
     """Whether a value is a container or an object that a call could change. A set is one if its
     order can be the same on all stages.
     """
+    if type(x) in (list, dict):
+        return True
     if isinstance(x, set):
         return all(isinstance(item, (*_BY_VALUE, float, tuple)) for item in x)
     if isinstance(x, np.ndarray):
@@ -122,7 +126,7 @@ class Arguments:
     in the order in which they are found.
 
     Args:
-        arguments: positional and keyword arguments, or anything else.
+        arguments: those :func:`given` to a call, or anything else.
         describe: what of a tensor the result's shapes may depend on.
         exact: whether they may depend on the value of any float; else only on whether it is 0 or 1.
     """
@@ -140,6 +144,8 @@ class Arguments:
         depend on values."""
 
     def _scan(self, x: Any) -> Any:
+        if type(x) in _SIMPLE:
+            return (type(x), x)
         if isinstance(x, Tensor):
             number = self._tensor_numbers.get(id(x))
             if number is None:
@@ -168,6 +174,13 @@ class Arguments:
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor."""
         return self._tensor_numbers[id(tensor)]
+
+
+def given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """A call's positional and keyword arguments. No call can change the dictionary of the latter,
+    and so it is no container among them.
+    """
+    return (args, *kwargs.items())
 
 
 def copied(x: Any, of_tensor: Callable[[Tensor], Any], memo: dict[int, Any]) -> Any:
@@ -209,6 +222,9 @@ class Node(NamedTuple):
     """In an encoded result: the container or object of this number."""
 
     number: int
+
+
+_NUMBERS = (Argument, New, Node)
 
 
 class Items(NamedTuple):
@@ -313,9 +329,8 @@ def applied(
         arguments: those of the call, on this stage.
         new: the tensors that the call has made, or what stands for them.
     """
-    nodes = list(arguments.nodes)
-    made = sorted(at for at in changes if at >= len(nodes))
-    nodes += [_new_node(*changes[at]) for at in made]
+    nodes = [*arguments.nodes]
+    nodes += [_new_node(*changes[at]) for at in sorted(changes) if at >= len(nodes)]
 
     decode = partial(_decoded, arguments.tensors, new, nodes)
     for at, state in changes.items():
@@ -357,6 +372,8 @@ def same_numbers(one: Any, other: Any) -> bool:
     """Whether two encoded results or states have the same form and the same plain constants. Other
     constants are not compared: a run on fake tensors has copies of them.
     """
+    if type(one) in _NUMBERS:
+        return bool(one == other)
     if isinstance(one, Constant) and isinstance(other, Constant):
         plain = (*_BY_VALUE, float)
         if not isinstance(one.value, plain) and not isinstance(other.value, plain):

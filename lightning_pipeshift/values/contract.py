@@ -12,12 +12,11 @@ runs the call tells the others afterwards.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +34,18 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import (
+    host_state,
+    seed_host,
+    set_host_state,
+)
 from lightning_pipeshift.values.arguments import (
     Arguments,
     Outcome,
     State,
     arguments_in,
     copied,
+    given,
     is_constant,
     same_numbers,
 )
@@ -59,7 +64,7 @@ _STATISTICS, _IS_TRAINING = slice(3, 5), 5
 _MADE_UP = (1, 3)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Contract:
     """What a call gives and does.
 
@@ -69,6 +74,7 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
+        draws_on_host: whether it draws from NumPy or ``random``.
     """
 
     specs: tuple[Spec, ...]
@@ -76,19 +82,22 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
+    draws_on_host: bool
 
-    @property
+    @cached_property
     def needs_gradient(self) -> bool:
         """Whether a result needs a gradient."""
         return any(spec.requires_grad for spec in self.specs) or any(self.written.values())
 
-    def aliases(self) -> set[int]:
-        """The numbers of the argument tensors that a result shares memory with."""
-        return {spec.shares for spec in self.specs if spec.shares is not None and spec.shares >= 0}
-
-    def returned(self) -> set[int]:
-        """The numbers of the argument tensors that the call returns as they are."""
-        return arguments_in(self.result)
+    @cached_property
+    def places(self) -> list[int]:
+        """The numbers of the argument tensors whose stage runs the call: of the first that is a
+        value. A write goes to where the memory is, and a view, or what is returned as it is, is of
+        it.
+        """
+        aliases = {spec.shares for spec in self.specs if spec.shares is not None}
+        shared = [at for at in sorted(aliases) if at >= 0]
+        return [*sorted(self.written), *shared, *sorted(arguments_in(self.result))]
 
 
 def spec_of(tensor: Tensor, shares: int | None = None) -> Spec:
@@ -152,8 +161,9 @@ class ContractFinder:
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, made_up: int | None
     ) -> Contract | None:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        arguments = Arguments((args, kwargs), id)
+        states = host_state(), torch.get_rng_state()
+        seed_host(0)
+        arguments = Arguments(given(args, kwargs), id)
         with_gradient = torch.is_grad_enabled()
         # In inference mode no one counts writes.
         with (
@@ -166,8 +176,8 @@ class ContractFinder:
             with torch.enable_grad():
                 stand_ins = [self._stand_in(tensor) for tensor in arguments.tensors]
             memo: dict[int, Any] = {}
-            fake_args, fake_kwargs = copied(
-                (args, kwargs), lambda tensor: stand_ins[arguments.number_of(tensor)], memo
+            fake_args, *fake_kwargs = copied(
+                given(args, kwargs), lambda tensor: stand_ins[arguments.number_of(tensor)], memo
             )
             nodes = [memo[id(node)] for node in arguments.nodes]
             before = Outcome(nodes, stand_ins)
@@ -177,7 +187,7 @@ class ContractFinder:
             FAKE_TENSOR_LOG.disabled = True
             try:
                 with watch:
-                    result = function(*fake_args, **fake_kwargs)
+                    result = function(*fake_args, **dict(fake_kwargs))
                 after = Outcome(nodes, stand_ins, result)
                 specs = specs_of(after.new, stand_ins)
             except Exception:
@@ -185,9 +195,9 @@ class ContractFinder:
                 return None
             finally:
                 FAKE_TENSOR_LOG.disabled = False
-                random.setstate(states[0])
-                np.random.set_state(states[1])
-                torch.set_rng_state(states[2])
+                draws_on_host = host_state() != 0
+                set_host_state(states[0])
+                torch.set_rng_state(states[1])
         if any(not isinstance(size, int) for spec in specs for size in spec.shape):
             return None
         return Contract(
@@ -200,6 +210,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
+            draws_on_host=draws_on_host,
         )
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -240,9 +251,8 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
 def require_kept(
     contract: Contract,
     label: str,
-    arguments: Arguments,
     tensors: Sequence[Tensor],
-    before: Outcome | None,
+    before: Outcome,
     after: Outcome,
     written: Sequence[int],
 ) -> None:
@@ -251,9 +261,8 @@ def require_kept(
     Args:
         contract: of the call.
         label: its name.
-        arguments: its arguments.
-        tensors: those in them, plain.
-        before: the arguments before the call; ``None`` if it could not change them.
+        tensors: those in its arguments, plain.
+        before: the arguments before the call.
         after: what it gave.
         written: the numbers of the tensors that it has written to.
 
@@ -263,14 +272,10 @@ def require_kept(
     changes = contract.changes
     with without_torch_function_of_subclasses():
         found = specs_of(after.new, tensors)
-    num_nodes = len(arguments.nodes)
-    states = dict(enumerate(after.states[num_nodes:], num_nodes))
-    if before is not None:
-        states = after.changes_from(before)
-    # A write to a tensor counts for all that share its memory.
-    with without_torch_function_of_subclasses():
+        # A write to a tensor counts for all that share its memory.
         memories = {storage_key_of(tensors[at]) for at in contract.written}
         unknown = [at for at in written if storage_key_of(tensors[at]) not in memories]
+    states = after.changes_from(before)
     if unknown or states.keys() != changes.keys():
         raise LayerError(
             f"`{label}` writes to an argument, or changes an object, where its run without values"
@@ -285,6 +290,8 @@ def require_kept(
             " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
             " to be tensors."
         )
+    if found == list(contract.specs):
+        return
     if [(x[0], *x[2:5]) for x in found] != [(x[0], *x[2:5]) for x in contract.specs]:
         raise LayerError(
             f"`{label}` gave {_listed(found)} where its run without values gave"

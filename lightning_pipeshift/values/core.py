@@ -22,8 +22,8 @@ from lightning_pipeshift.compat.torch_private import (
     set_hook_tables,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
@@ -68,7 +68,7 @@ class Core:
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
-        self.streams = RandomStreams(device)
+        self.generators = generators_of(device)
         self.finder = ContractFinder(device)
         self.contracts: dict[Any, Contract | None] = {}
         self.number = {layer: at for at, layer in enumerate(self.layers)}
@@ -112,7 +112,8 @@ class Core:
         """Of all operations of the runs before: with it, the next run's are compared."""
         self.backward_hooks: dict[int, BackwardHook] = {}
         """By the number of a layer that is being called."""
-        self._sees_parameters = False
+        self.sees_parameters = False
+        """Whether parameters have another class now."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -151,7 +152,9 @@ class Core:
         """Adds to the state of a layer and of those with the same modules; returns whether there
         was anything new.
         """
-        new = changed - set(self.states[number])
+        new = changed.difference(self.states[number])
+        if not new:
+            return False
         buffers = {id(self._shared[number].get(attribute)) for attribute in new}
         for at, family in enumerate(self._families):
             more = {name for name, x in self._shared[at].items() if id(x) in buffers}
@@ -160,7 +163,7 @@ class Core:
             if more - set(self.states[at]):
                 self.states[at] = sorted(more.union(self.states[at]))
                 self._watches[at] = None
-        return bool(new)
+        return True
 
     def keep(self, key: Any, contract: Contract | None) -> None:
         """Keeps a contract for other calls."""
@@ -216,7 +219,7 @@ class Core:
     @contextmanager
     def seeing_parameters(self) -> Iterator[None]:
         """Context of code that may use parameters as values: in it these have another class."""
-        if self._sees_parameters:
+        if self.sees_parameters:
             yield
             return
         self._place_forwards()
@@ -227,12 +230,12 @@ class Core:
         for tensor in placed:
             tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
-        self._sees_parameters = True
+        self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
                 yield
         finally:
-            self._sees_parameters = False
+            self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
@@ -325,6 +328,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
+            if core.sees_parameters:
+                return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
                 return microbatch.layer(number, args, kwargs)
         if core.operation is not None and core.owners(number, 0) != core.stage:

@@ -33,10 +33,11 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 def flags_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> tuple[bool, ...]:
     """Whether modules are in training, and parameters are trained."""
-    return (
-        *(module.training for module in modules),
-        *(parameter.requires_grad for parameter in parameters),
-    )
+    with without_torch_function_of_subclasses():
+        return (
+            *[module.training for module in modules],
+            *[parameter.requires_grad for parameter in parameters],
+        )
 
 
 def copy_flags(layer: nn.Module, to: nn.Module) -> None:
@@ -200,12 +201,12 @@ def makes_weights(hook: Any) -> bool:
 
 def hearing(
     layer: nn.Module, forward: Callable[..., Any], names: Sequence[str]
-) -> Callable[..., tuple[Any, list[Heard]]]:
+) -> Callable[..., tuple[Any, tuple[Heard, ...]]]:
     """A layer's forward without the hooks of these modules inside of it. It also returns what the
     hooks have to be called with: :func:`call_hooks` does, on every stage.
     """
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, list[Heard]]:
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Heard, ...]]:
         heard: list[Heard] = []
         kept = []
         for name in names:
@@ -223,7 +224,7 @@ def hearing(
                 module, (OrderedDict([*own, (0, hear)]), with_kwargs, once, with_kwargs)
             )
         try:
-            return forward(*args, **kwargs), heard
+            return forward(*args, **kwargs), tuple(heard)
         finally:
             for module, tables in kept:
                 set_hook_tables(module, tables)

@@ -84,7 +84,7 @@ class Watch:
         seen: dict[int, Any] = {}
         self._marks: dict[Attribute, Any] = {}
         # Tables, their sizes, and what is watched in them.
-        self._tables: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        self._tables: list[tuple[dict[str, Any], int, list[str], list[Any]]] = []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
@@ -93,7 +93,8 @@ class Watch:
             for table, is_buffer in ((module.__dict__, False), (buffers, True)):
                 own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
                 watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
-                self._tables.append((table, len(table), [(at.name, x) for at, x in watched]))
+                names, values = [at.name for at, _ in watched], [x for _, x in watched]
+                self._tables.append((table, len(table), names, values))
                 for attribute, x in watched:
                     mark_of = id if is_buffer else partial(mark, seen=seen)
                     self._marks[attribute] = mark_of(x)
@@ -118,12 +119,9 @@ class Watch:
         return is_state and attribute not in self._without
 
     def _is_same(self) -> bool:
-        for table, size, watched in self._tables:
-            if len(table) != size:
+        for table, size, names, watched in self._tables:
+            if len(table) != size or not all(map(is_, map(table.get, names), watched)):
                 return False
-            for name, x in watched:
-                if table.get(name) is not x:
-                    return False
         for x, before in self._inside:
             now = _inside(x)
             if len(now) != len(before) or not all(map(is_, now, before)):

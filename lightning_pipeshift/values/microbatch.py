@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import drawing_from
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
@@ -30,6 +31,7 @@ from lightning_pipeshift.values.arguments import (
     State,
     applied,
     copied,
+    given,
 )
 from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
 from lightning_pipeshift.values.functions import READS
@@ -79,7 +81,7 @@ class _Call(NamedTuple):
         contract: ``None`` if what it gives depends on values.
         stage: where it runs.
         label: names it in messages.
-        stream: the context of its random numbers.
+        stream: the key of its random numbers.
         parameters: the layer's, by name.
     """
 
@@ -90,7 +92,7 @@ class _Call(NamedTuple):
     contract: Contract | None
     stage: int
     label: str
-    stream: AbstractContextManager[None]
+    stream: tuple[int | str, ...]
     parameters: Sequence[tuple[str, Tensor]] = ()
 
 
@@ -258,7 +260,7 @@ class Microbatch:
         if function in READS:
             return self._read_by(function, args, kwargs)
         core = self.core
-        arguments = Arguments((args, kwargs), _described, function in _SHAPED_BY_FLOATS)
+        arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         self._place_parameters(placed)
         key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
@@ -282,9 +284,7 @@ class Microbatch:
             finally:
                 core.operation = None
 
-        stream = core.streams.switched(
-            "operation", core.seed, self._step, self.turn, self._num_operations
-        )
+        stream = "operation", core.seed, self._step, self.turn, self._num_operations
         return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
 
     # --- reads ---
@@ -294,12 +294,14 @@ class Microbatch:
         them: so this is no operation of the program.
         """
         label = name_of(function)
-        arguments = Arguments((args, kwargs), id)
+        arguments = Arguments(given(args, kwargs), id)
         placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
         plain = {id(x): self._read_here(x, label) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
-            plain_args, plain_kwargs = copied((args, kwargs), lambda x: plain.get(id(x), x), {})
-            return function(*plain_args, **plain_kwargs)
+            plain_args, *plain_kwargs = copied(
+                given(args, kwargs), lambda x: plain.get(id(x), x), {}
+            )
+            return function(*plain_args, **dict(plain_kwargs))
 
     def _read_here(self, tensor: Tensor, label: str) -> Tensor:
         """A value's tensor without its gradient. The owner tells it to all stages; another stage
@@ -354,19 +356,13 @@ class Microbatch:
 
     def _stage_of(self, contract: Contract | None, arguments: Arguments) -> int | None:
         """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
-
-        def owners(numbers: Any) -> list[int]:
-            tensors = (arguments.tensors[at] for at in sorted(numbers))
-            return [self.account_of(x).owner for x in tensors if isinstance(x, PLACED)]
-
-        if contract is None:
-            return max(owners(range(len(arguments.tensors))))
-        # A write goes to where the memory is, and a view, or what is returned as it is, is of it.
-        for numbers in (contract.written, contract.aliases(), contract.returned()):
-            found = owners(numbers)
-            if found:
-                return found[0]
-        return max(owners(contract.used), default=None)
+        tensors = arguments.tensors
+        for at in () if contract is None else contract.places:
+            if isinstance(tensors[at], PLACED):
+                return self.account_of(tensors[at]).owner
+        used = range(len(tensors)) if contract is None else contract.used
+        placed = [tensors[at] for at in used if isinstance(tensors[at], PLACED)]
+        return max([self.account_of(x).owner for x in placed], default=None)
 
     def _everywhere(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that uses only the shapes of values, on every stage."""
@@ -379,8 +375,8 @@ class Microbatch:
             )
 
         with without_torch_function_of_subclasses():
-            plain_args, plain_kwargs = copied((args, kwargs), without_values, {})
-            return function(*plain_args, **plain_kwargs)
+            plain_args, *plain_kwargs = copied(given(args, kwargs), without_values, {})
+            return function(*plain_args, **dict(plain_kwargs))
 
     # --- layers ---
 
@@ -404,8 +400,8 @@ class Microbatch:
         hooked = tuple(name for name, module in modules if name and is_heard(module))
         kind, watch = core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
-        given = tuple(attribute.get(layer) for attribute in state), *args
-        arguments = Arguments((given, kwargs), _described, exact=True)
+        all_args = tuple(attribute.get(layer) for attribute in state), *args
+        arguments = Arguments(given(all_args, kwargs), _described, exact=True)
         self._note_values(arguments)
         core.place_parameters(
             [x for x in arguments.tensors if isinstance(x, StepParameter)], [stage]
@@ -431,7 +427,7 @@ class Microbatch:
                 changed: set[Attribute] = set()
                 heard_forward = hearing(fake, core.plain_forward(number, fake), hooked)
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
-                contract = core.finder.find(forward, given, kwargs, is_layer=True)
+                contract = core.finder.find(forward, all_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs, hooks)
             core.keep(key, contract)
@@ -469,8 +465,8 @@ class Microbatch:
                 )
             return result
 
-        stream = core.streams.switched("layer", core.seed, self._step, self.turn, self._num_layers)
-        call = _Call(run, given, kwargs, arguments, contract, stage, label, stream, parameters)
+        stream = "layer", core.seed, self._step, self.turn, self._num_layers
+        call = _Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
         (result, heard), after, more = self._call(call)
         for attribute, value in (*zip(state, after, strict=True), *more):
             attribute.set(layer, value)
@@ -533,14 +529,14 @@ class Microbatch:
         if contract is None:
             return self._told(call, here, (before, after, written))
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
-        require_kept(contract, call.label, arguments, tensors, before, after, written)
+        require_kept(contract, call.label, tensors, before, after, written)
         return self._given(call, here, after.new)
 
     def _run(
         self, call: _Call, here: dict[int, Tensor], others: dict[str, Tensor]
-    ) -> tuple[Outcome | None, Outcome, list[int]]:
-        """Runs a call at its stage; returns what its arguments held before (where that is needed),
-        what it gave, and the numbers of the tensors that it has written to.
+    ) -> tuple[Outcome, Outcome, list[int]]:
+        """Runs a call at its stage; returns what its arguments held before, what it gave, and the
+        numbers of the tensors that it has written to.
         """
         arguments, memo = call.arguments, {}  # type: ignore[var-annotated]
 
@@ -548,15 +544,14 @@ class Microbatch:
             return here.get(arguments.number_of(tensor), tensor)
 
         with run_by(None), without_torch_function_of_subclasses():
-            args, kwargs = copied((call.args, call.kwargs), plain, memo)
+            args, *kwargs = copied(given(call.args, call.kwargs), plain, memo)
             nodes = [memo[id(node)] for node in arguments.nodes]
             tensors = list(map(plain, arguments.tensors))
-            # One of them holds the keyword arguments, and no call can change that.
-            is_needed = call.contract is None or len(nodes) > 1
-            before = Outcome(nodes, tensors) if is_needed else None
+            before = Outcome(nodes, tensors)
             versions = list(map(version_in, tensors))
-            with call.stream:
-                result = call.function(others, args, kwargs)
+            draws_on_host = call.contract is None or call.contract.draws_on_host
+            with drawing_from(self.core.generators, draws_on_host, *call.stream):
+                result = call.function(others, args, dict(kwargs))
             after = Outcome(nodes, tensors, result)
             written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
         return before, after, written
@@ -635,13 +630,12 @@ class Microbatch:
         self,
         call: _Call,
         here: dict[int, Tensor],
-        ran: tuple[Outcome | None, Outcome, list[int]] | None,
+        ran: tuple[Outcome, Outcome, list[int]] | None,
     ) -> Any:
         """What a call gives whose stage tells the others: it depends on values."""
         told, new = None, None
         if ran is not None:
             before, after, written = ran
-            assert before is not None
             tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
             with without_torch_function_of_subclasses():
                 specs = specs_of(after.new, tensors)
@@ -822,7 +816,8 @@ def key_of(account: Account) -> Key:
 
 def _described(tensor: Tensor) -> Any:
     """What of a tensor the shapes of a call's results may depend on."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    with without_torch_function_of_subclasses():
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:

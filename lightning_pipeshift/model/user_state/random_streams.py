@@ -19,7 +19,7 @@ import ctypes
 import random
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -30,11 +30,13 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.random_private import (
     NUM_WORDS,
+    host_mark,
     position_of,
     python_position,
     seed_in_place,
 )
 from lightning_pipeshift.devices.properties import generators_of
+from lightning_pipeshift.errors import LayerError
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
@@ -65,12 +67,10 @@ def ended(position: Position) -> Position:
 
 def stream_seed(*key: int | str) -> int:
     """A 64-bit seed for a key; different keys give unrelated seeds."""
-    digest = blake2b(digest_size=8)
-    for part in key:
-        # A length before each part distinguishes ("ab", "c") from ("a", "bc").
-        data = part.encode() if isinstance(part, str) else struct.pack("<q", part)
-        digest.update(struct.pack("<I", len(data)) + data)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    parts = [x.encode() if isinstance(x, str) else struct.pack("<q", x) for x in key]
+    # A length before each part distinguishes ("ab", "c") from ("a", "bc").
+    data = b"".join([struct.pack("<I", len(part)) + part for part in parts])
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 class RandomStreams:
@@ -195,6 +195,72 @@ def _mixed(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return number ^ (number >> 31)
+
+
+# The last seed of NumPy's and Python's global generators, and their mark behind it.
+_seeded: tuple[int, Any] = (0, None)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds NumPy's and Python's global generators."""
+    global _seeded
+    random.seed(seed)
+    np.random.seed(seed & _MASK_32)
+    _seeded = seed, host_mark()
+
+
+def host_state() -> Any:
+    """The state of NumPy's and Python's global generators. To copy it takes longer than many layers
+    take to run: if nothing was drawn since :func:`seed_host`, it is the seed.
+    """
+    if host_mark() == _seeded[1]:
+        return _seeded[0]
+    return np.random.get_state(), random.getstate()
+
+
+def set_host_state(state: Any) -> None:
+    """Restores the result of :func:`host_state`."""
+    if isinstance(state, tuple):
+        np.random.set_state(state[0])
+        random.setstate(state[1])
+    elif host_state() != state:
+        seed_host(state)
+
+
+@contextmanager
+def drawing_from(
+    generators: Sequence[torch.Generator], host: bool, *key: int | str
+) -> Iterator[None]:
+    """Context in which draws come from the key's stream; afterwards, the generators continue with
+    their earlier state.
+
+    Args:
+        generators: torch's.
+        host: whether draws from NumPy and ``random`` do so, too, which takes much longer.
+        key: the stream's.
+
+    Raises:
+        LayerError: something was drawn from NumPy or ``random`` without ``host``.
+    """
+    seed, states = stream_seed(*key), [generator.get_state() for generator in generators]
+    state, mark = (host_state() if host else 0), host_mark()
+    for generator in generators:
+        generator.manual_seed(seed)
+    if host:
+        seed_host(seed)
+    try:
+        yield
+    finally:
+        for generator, before in zip(generators, states, strict=True):
+            generator.set_state(before)
+        if host:
+            set_host_state(state)
+    if not host and host_mark() != mark:
+        raise LayerError(
+            "A layer has drawn from NumPy or `random`, and did not in its run without values: from"
+            " here on, other stages would draw other numbers than this one. Draw in every call, and"
+            " not only if things outside of the layer say so; or draw from torch."
+        )
 
 
 def global_state() -> dict[str, Any]:

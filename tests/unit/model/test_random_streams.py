@@ -1,14 +1,20 @@
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state import random_streams as streams_module
 from lightning_pipeshift.model.user_state.random_streams import (
     RandomStreams,
+    drawing_from,
     global_state,
+    host_state,
+    seed_host,
     set_global_state,
+    set_host_state,
     stream_seed,
 )
 from tests.unit.model.following import CPU
@@ -185,3 +191,59 @@ def test_the_global_state_travels():
     draw()
     set_global_state(state)
     assert draw() == expected
+
+
+_DRAWS: dict[str, Callable[[], object]] = {
+    "random": random.random,
+    "a whole state of random": lambda: [random.getrandbits(32) for _ in range(624)],
+    "NumPy": np.random.rand,
+    "a whole state of NumPy": lambda: np.random.rand(312),
+    "half a pair of NumPy's normal numbers": np.random.randn,
+}
+
+
+@pytest.mark.parametrize("drawn", _DRAWS)
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_the_state_of_numpy_and_random_is_restored(drawn: str, is_fresh: bool) -> None:
+    seed_host(5)
+    if not is_fresh:
+        _DRAWS[drawn]()
+    state = host_state()
+    expected = np.random.randn(3).tolist(), random.random()
+    set_host_state(state)
+    _DRAWS[drawn]()
+
+    set_host_state(state)
+
+    assert (np.random.randn(3).tolist(), random.random()) == expected
+
+
+@pytest.mark.parametrize("drawn", _DRAWS)
+def test_a_draw_from_numpy_or_random_that_was_not_expected_is_refused(drawn: str) -> None:
+    with (
+        pytest.raises(LayerError, match="did not in its run without values"),
+        drawing_from([torch.default_generator], False, "layer", 1),
+    ):
+        _DRAWS[drawn]()
+
+
+def test_a_stream_of_its_own_leaves_the_others_as_they_were() -> None:
+    def draw() -> tuple[float, ...]:
+        return torch.rand(()).item(), np.random.randn(), random.random()
+
+    seed_host(5)
+    torch.manual_seed(5)
+    expected = [draw(), draw()]
+    seed_host(5)
+    torch.manual_seed(5)
+
+    first = draw()
+    with drawing_from([torch.default_generator], True, "layer", 1):
+        inside = draw()
+    second = draw()
+    with drawing_from([torch.default_generator], True, "layer", 1):
+        again = draw()
+
+    assert [first, second] == expected
+    assert inside == again
+    assert inside not in expected
