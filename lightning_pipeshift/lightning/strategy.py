@@ -870,6 +870,7 @@ class PipeShiftStrategy(ParallelStrategy):
         folder. After any other exception, publishes the reason to the other ranks, and closes the
         connections, so that none of them waits for this one.
         """
+        super().on_exception(exception)
         if self._run is not None and self._run.interruptions.ends_in_order(exception):
             self._run.interruptions.save_last(exception)
         else:

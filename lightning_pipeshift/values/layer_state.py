@@ -51,6 +51,9 @@ class Attribute(NamedTuple):
         """Sets it."""
         module = layer.get_submodule(self.path)
         table: dict[str, Any] = buffers_of(module) if self.is_buffer else module.__dict__
+        if value is None and self.name not in table and hasattr(module, self.name):
+            # It has become a parameter, which the attribute would hide.
+            return
         table[self.name] = value
 
 
