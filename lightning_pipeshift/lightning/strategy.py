@@ -687,7 +687,7 @@ class PipeShiftStrategy(ParallelStrategy):
             yield
 
     @property
-    def backward(self) -> Callable[..., Tensor]:  # type: ignore[override]
+    def backward(self) -> Callable[..., Tensor]:
         """``(loss, optimizer, ...) -> loss``; Lightning's own where the user's step calls it."""
         plain = super().backward
         if self._run is None or self._run.training.leaves_backward:

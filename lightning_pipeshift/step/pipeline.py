@@ -122,7 +122,7 @@ class ValuePipeline(Pipeline):
 
     def plain_backward(self) -> AbstractContextManager[None]:
         """See :class:`Pipeline`."""
-        return run_by(None)  # type: ignore[return-value]
+        return run_by(None)
 
     def _prepare(
         self,
