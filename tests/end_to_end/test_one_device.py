@@ -164,8 +164,9 @@ def test_gradients_are_added_up_over_batches(kind: type, strategy: Any) -> None:
 
 def pruning(how: Any) -> Any:
     """The weight is made by a hook, and is a parameter again when the training ends."""
-    callback = ModelPruning("l1_unstructured", amount=0.5, verbose=1)
-    record, trainer, module = fit(how, LayersOfItsOwn, points(3), points(2), [callback])
+    callback = ModelPruning("l1_unstructured", amount=0.5)
+    data = points(3), points(2)
+    record, trainer, module = fit(how, LayersOfItsOwn, *data, [callback], max_epochs=2)
     return record["parameters"], trainer.validate(module, points(2), verbose=False)
 
 
