@@ -114,6 +114,9 @@ class ValuePipeline(Pipeline):
         return self.replicas.topology.num_ranks == 1
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
+        if self.core is None:
+            # The run is over, and user code asks the Trainer's loop for one more step.
+            return step(self.root, batch)
         _, kind, number, *_ = key
         (row,) = forward_only(1, 1)
         function = partial(_run_step, step, self.root)

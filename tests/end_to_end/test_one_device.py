@@ -162,6 +162,20 @@ def test_gradients_are_added_up_over_batches(kind: type, strategy: Any) -> None:
     compare(training, kind, accumulate=3, stages=1, strategy=strategy)
 
 
+def one_more_step(how: Any) -> Any:
+    """Runs a step of the Trainer's loop when the run is over."""
+    _, trainer, module = fit(how, LayersOfItsOwn, points(2), max_epochs=1)
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    batch = next(iter(points(1)))
+    result = optimization.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
+    return float(result["loss"]), parameters_of(module)
+
+
+@pytest.mark.parametrize("strategy", CORES)
+def test_the_loop_makes_a_step_when_the_run_is_over(strategy: Any) -> None:
+    compare(one_more_step, stages=1, strategy=strategy)
+
+
 def pruning(how: Any) -> Any:
     """The weight is made by a hook, and is a parameter again when the training ends."""
     callback = ModelPruning("l1_unstructured", amount=0.5)
