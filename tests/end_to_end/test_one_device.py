@@ -162,6 +162,22 @@ def test_gradients_are_added_up_over_batches(kind: type, strategy: Any) -> None:
     compare(training, kind, accumulate=3, stages=1, strategy=strategy)
 
 
+def copying_callbacks(how: Any) -> Any:
+    class Copies(L.Callback):
+        def on_fit_start(self, trainer: Any, *_: Any) -> None:
+            # The progress bar refers to the Trainer.
+            self.copies = copy.deepcopy(trainer.callbacks)
+
+    callback = Copies()
+    fit(how, LayersOfItsOwn, points(2), None, [callback], max_epochs=1, enable_progress_bar=True)
+    return [type(each).__name__ for each in callback.copies]
+
+
+@pytest.mark.parametrize("strategy", CORES)
+def test_callbacks_can_be_copied_in_a_run(strategy: Any) -> None:
+    compare(copying_callbacks, stages=1, strategy=strategy)
+
+
 def one_more_step(how: Any) -> Any:
     """Runs a step of the Trainer's loop when the run is over."""
     _, trainer, module = fit(how, LayersOfItsOwn, points(2), max_epochs=1)

@@ -881,6 +881,10 @@ class Pipeline:
                 )
             self._touched.setdefault(id(use.parameter), set()).update(layers)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy of a Trainer is of the same run: threads and connections cannot be copied."""
+        return self
+
     # --- a single device ---
 
     @property
