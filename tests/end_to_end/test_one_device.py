@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
 from lightning_pipeshift import ConfigurationError
@@ -181,6 +182,7 @@ def test_callbacks_can_be_copied_in_a_run(strategy: Any) -> None:
 def one_more_step(how: Any) -> Any:
     """Runs a step of the Trainer's loop when the run is over."""
     _, trainer, module = fit(how, LayersOfItsOwn, points(2), max_epochs=1)
+    trainer.state.stage = RunningStage.TRAINING
     optimization = trainer.fit_loop.epoch_loop.automatic_optimization
     batch = next(iter(points(1)))
     result = optimization.run(trainer.optimizers[0], 0, {"batch": batch, "batch_idx": 0})
