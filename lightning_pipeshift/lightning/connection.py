@@ -137,6 +137,10 @@ class Connection:
 
     # --- what is connected ---
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Connection:
+        """See :class:`Pipeline`."""
+        return self
+
     @property
     def is_open(self) -> bool:
         """Whether there are connections: a run has started, and has not failed. Without them,

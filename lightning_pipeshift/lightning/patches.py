@@ -14,6 +14,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from lightning_pipeshift.compat.lightning_private import (
     signal_connector,
 )
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, refuse_reading
+from lightning_pipeshift.values.value import Value
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
@@ -60,6 +62,12 @@ def _log_if_here(
     if isinstance(value, RemoteTensor):
         refuse_reading(f"self.log({name!r}, ...)", [value])
     log(name, value, *args, **options)
+
+
+def _log_tensors(
+    log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
+) -> None:
+    log(name, apply_to_collection(value, Value, lambda x: x.account.tensor), *rest, **options)
 
 
 class Adjustments:
@@ -126,6 +134,10 @@ class Adjustments:
         without a word, it would be missing, or fail when the run is over.
         """
         self._set(module, "log", partial(_log_if_here, module.log))
+
+    def log_tensors(self, module: pl.LightningModule) -> None:
+        """Logs this stage's tensors in the place of values."""
+        self._set(module, "log", partial(_log_tensors, module.log))
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

@@ -636,8 +636,8 @@ class PipeShiftStrategy(ParallelStrategy):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            # Lightning advises manual optimization, which cannot be a pipeline.
-            if "multiple optimizers" not in str(error):
+            # Lightning advises manual optimization, which the old core cannot do.
+            if self._options.core == "values" or "multiple optimizers" not in str(error):
                 raise
             raise several_optimizers() from error
 
@@ -686,11 +686,18 @@ class PipeShiftStrategy(ParallelStrategy):
         with self._require_run().training.accumulating():
             yield
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        plain = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
-        return self._require_run().training.backward(closure_loss, plain)
+    @property
+    def backward(self) -> Callable[..., Tensor]:
+        """``(loss, optimizer, ...) -> loss``; Lightning's own where the user's step calls it."""
+        plain = super().backward
+        if self._run is None or self._run.training.leaves_backward:
+            return plain
+
+        def run(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            training = self._require_run().training
+            return training.backward(loss, partial(plain, loss, *args, **kwargs))
+
+        return run
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
@@ -863,6 +870,7 @@ class PipeShiftStrategy(ParallelStrategy):
         folder. After any other exception, publishes the reason to the other ranks, and closes the
         connections, so that none of them waits for this one.
         """
+        super().on_exception(exception)
         if self._run is not None and self._run.interruptions.ends_in_order(exception):
             self._run.interruptions.save_last(exception)
         else:

@@ -133,7 +133,9 @@ class TrainingSteps:
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         self._is_plain = pipeline.begins_plain_step(batch, step, number, trainer.optimizers)
         if self._is_plain:
-            result = _weighed(pipeline.plain_training_step(batch, step, number))
+            result = pipeline.plain_training_step(batch, step, number)
+            if trainer.lightning_module.automatic_optimization:
+                result = _weighed(result)
         else:
             check_backward(trainer.lightning_module)
             if pipeline.holdings is not None:
@@ -260,6 +262,9 @@ class TrainingSteps:
     is_in_optimizer_step = False
     """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
+    leaves_backward = False
+    """Whether the user's step calls Lightning's own backward."""
+
     def adjust(self, adjustments: Adjustments) -> None:
         """Makes Lightning's loop end what is under way before validation and at its end."""
         if self.steps_itself or self._pipeline.replicas.count > 1:
@@ -306,7 +311,7 @@ class TrainingSteps:
         """
         if self._is_plain:
             with (
-                self._pipeline.one_stage.backward(self.holdings),
+                self._pipeline.plain_backward(),
                 self._pipeline.section("[PipeShift] backward", What.ACTION, "B0"),
             ):
                 return plain()

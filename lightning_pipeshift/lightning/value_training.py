@@ -36,8 +36,10 @@ class ValueTraining(TrainingSteps):
 
     def run(self, batch: Any, *rest: Any) -> Any:
         """Runs one training step: see :class:`TrainingSteps`."""
-        if self._is_automatic:
-            return super().run(batch, *rest)
+        if self._is_automatic or self._pipeline.runs_plain_steps:
+            result = super().run(batch, *rest)
+            self._num_losses += not self._is_automatic
+            return result
         number = self._trainer.fit_loop.epoch_loop.total_batch_idx
         with self._context():
             report = self._pipeline.manual_step(self._given(batch, self._step_of(rest), number))
@@ -46,9 +48,10 @@ class ValueTraining(TrainingSteps):
         self._num_losses += 1
         return to_device(report.result, self._pipeline.channels.device)
 
-    def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
-        """See :class:`TrainingSteps`; in manual optimization, the user's step calls it."""
-        return super().backward(loss, plain) if self._is_automatic else plain()
+    @property
+    def leaves_backward(self) -> bool:  # type: ignore[override]
+        """See :class:`TrainingSteps`."""
+        return not self._is_automatic
 
     def optimizer_step(
         self,
@@ -82,6 +85,8 @@ class ValueTraining(TrainingSteps):
         rank.
         """
         settle = self._pipeline.settle_values
+        if self._pipeline.is_by_itself:
+            adjustments.log_tensors(self._trainer.lightning_module)
         adjustments.drain_before_validation(self._trainer, lambda: None, settle)
 
     @purpose("a checkpoint's gathering")

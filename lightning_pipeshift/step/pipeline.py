@@ -105,6 +105,7 @@ class ValuePipeline(Pipeline):
         self._recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
+        self._between: Microbatch | None = None
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
@@ -127,14 +128,27 @@ class ValuePipeline(Pipeline):
 
     @property
     def is_by_itself(self) -> bool:
-        """No device runs steps in another way than the others."""
-        return False
+        """Whether this is the only device: its steps end with plain tensors, and their backward is
+        Lightning's.
+        """
+        return self.replicas.topology.num_ranks == 1
 
-    def begins_plain_step(
-        self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
-    ) -> bool:
-        """See :class:`Pipeline`; never so."""
-        return False
+    def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
+        if self.core is None:
+            # The run is over, and user code asks the Trainer's loop for one more step.
+            return step(self.root, batch)
+        _, kind, number, *_ = key
+        (row,) = forward_only(1, 1)
+
+        def run(part: Any, _: int) -> Any:
+            return step(self.root, part)
+
+        (result,) = self._in_step(str(kind), int(number), [batch], run, row)
+        return result
+
+    def plain_backward(self) -> AbstractContextManager[None]:
+        """See :class:`Pipeline`."""
+        return run_by(None)
 
     def _prepare(
         self,
@@ -199,8 +213,10 @@ class ValuePipeline(Pipeline):
     def _begin_outside(self) -> None:
         """Runs operations on values between two steps, from now on."""
         assert self.core is not None
-        program = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
-        set_program(program, self.channels.device)
+        if self._between is not None:
+            self._between.release()
+        self._between = Microbatch(self.core, self.core.num_steps, self.core.num_steps, OUTSIDE)
+        set_program(self._between, self.channels.device)
 
     def meets(self) -> None:
         """See :class:`Pipeline`."""
@@ -520,6 +536,9 @@ class ValuePipeline(Pipeline):
         if self._placed is not None:
             self._placed.__exit__(None, None, None)
             self._placed = None
+        if self._between is not None:
+            self._between.release()
+            self._between = None
         set_program(None, self.channels.device)
 
     def make_whole(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -125,6 +127,8 @@ class Core:
         if watch is None or watch.look():
             if watch is None:
                 watch = self._watches[number] = self.watch(number, layer)
+            if self.add_state(number, watch.values):
+                return self.kind_of(number)
             kind = kind_of(layer, self._own[number], state)
             if kind not in self._kinds:
                 self._num_kinds += 1
@@ -178,6 +182,10 @@ class Core:
         finally:
             for number in range(len(self.layers)):
                 self._restore(number)
+
+    def own_forward(self, layer: nn.Module) -> Any:
+        """The forward that user code has given to a layer itself; ``None``: that of its class."""
+        return self._own[self.number[layer]]
 
     def _place_forwards(self) -> None:
         """Puts a forward into each layer that has none of this class: user code may set its own
@@ -339,6 +347,14 @@ class _PlacedForward:
                 " that contains both one layer."
             )
         return core.forwards[number](*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a copy of the layer: its own forward."""
+        own = self._core.own_forward(self._layer)
+        if own is not None:
+            return copy.deepcopy(own, memo)
+        copied = memo.get(id(self._layer))
+        return self if copied is None else MethodType(type(copied).forward, copied)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import COMPILED_CALL, MODULE_TABLES, buffers_of
 from lightning_pipeshift.values.arguments import is_node, parts_of
-from lightning_pipeshift.values.value import version_in
+from lightning_pipeshift.values.value import Value, version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
 NO_STATE = MODULE_TABLES | frozenset(nn.Module().__dict__) | {"forward", COMPILED_CALL}
@@ -77,6 +77,8 @@ class Watch:
         self, layer: nn.Module, without: Collection[Attribute], shared: Collection[Attribute]
     ) -> None:
         self._layer, self._without, self._shared = layer, without, shared
+        self.values: set[Attribute] = set()
+        """The attributes in which user code has put values: a hook of the layer, perhaps."""
         self._begin()
 
     def _begin(self) -> None:
@@ -98,6 +100,8 @@ class Watch:
                 for attribute, x in watched:
                     mark_of = id if is_buffer else partial(mark, seen=seen)
                     self._marks[attribute] = mark_of(x)
+                    if isinstance(x, Value):
+                        self.values.add(attribute)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
                 look = partial(_versions, buffers)

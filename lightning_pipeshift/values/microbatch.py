@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.user_state.random_streams import drawing_from
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
@@ -121,10 +123,25 @@ class Microbatch:
         asked for. What changes them by other means than operations has to set it to ``None``."""
         self._num_backwards = 0
         self._recomputes = False
+        self._is_alone = core.mailbox.num_stages == 1
+        self._living: list[weakref.ref[Value]] = []
+        """On the only stage, all values."""
         self._new_token()
 
     def release(self) -> None:
-        """Lets go of all tensors."""
+        """Lets go of all tensors. On the only stage, values that other code still has become their
+        tensors: nothing else differs from a step without this core.
+        """
+        living = [value for each in self._living if (value := each()) is not None]
+        # Those that refer to a tensor must be gone when it is swapped.
+        self._living.clear()
+        with without_torch_function_of_subclasses(), torch.enable_grad():
+            for value in living:
+                tensor = value.account.tensor
+                assert tensor is not None
+                # What autograd has saved cannot be swapped, but what shares its memory can.
+                view = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                torch.utils.swap_tensors(value, view)
         self._new_token()
         self.gradients = None
         self.accounts.clear()
@@ -286,6 +303,10 @@ class Microbatch:
 
         stream = "operation", core.seed, self._step, self.turn, self._num_operations
         return self._call(_Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    def plain(self, tree: Any) -> Any:
+        """A structure with the tensors of this stage in the place of values."""
+        return map_leaves(lambda x: x.account.tensor if isinstance(x, Value) else x, tree)
 
     # --- reads ---
 
@@ -596,7 +617,7 @@ class Microbatch:
             if tensor is not None:
                 with without_torch_function_of_subclasses():
                     self.offer(account)
-            values.append(Value(spec, self.core.device, account))
+            values.append(self.new_value(spec, account))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if not isinstance(target, PLACED):
@@ -657,6 +678,13 @@ class Microbatch:
         account = Account(owner, requires_grad, tensor, memory)
         self._name(account)
         return account
+
+    def new_value(self, spec: Spec, account: Account) -> Value:
+        """The value of an account."""
+        value = Value(spec, self.core.device, account)
+        if self._is_alone:
+            self._living.append(weakref.ref(value))
+        return value
 
     def _name(self, account: Account) -> None:
         self._num_values += 1
@@ -757,6 +785,8 @@ class Microbatch:
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
+        if self._is_alone:
+            self._living.append(weakref.ref(cast(Value, tensor)))
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
 
@@ -773,7 +803,8 @@ class Microbatch:
         """Runs this stage's part of the backward. Every rank calls this; arguments as those of
         ``Tensor.backward``.
         """
-        if create_graph or retain_graph or inputs is not None or isinstance(gradient, Value):
+        has_options = create_graph or retain_graph or inputs is not None
+        if not self._is_alone and (has_options or isinstance(gradient, Value)):
             raise LayerError(
                 "`backward` with `create_graph`, `retain_graph`, `inputs` or a gradient that one"
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
@@ -792,16 +823,21 @@ class Microbatch:
             link = account.link if account.last == self.stage else None
         if link is not None:
             roots.append(link)
-            gradients.append(gradient)
+            gradients.append(self.plain(gradient))
         if roots:
             self.is_in_backward = True
             try:
                 with run_by(None), without_torch_function_of_subclasses():
-                    torch.autograd.backward(roots, gradients)
+                    torch.autograd.backward(
+                        roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
+                    )
             finally:
                 self.is_in_backward = False
-        self._num_backwards += 1
         self.gradients = None
+        if self._is_alone:
+            # There is no other way back than autograd's, which tells if it was used up.
+            return
+        self._num_backwards += 1
         self._new_token()
         for tensor, account in self.accounts.items():
             self._begin_parameter(tensor, account)

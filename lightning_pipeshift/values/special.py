@@ -14,7 +14,7 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.contract import spec_of
-from lightning_pipeshift.values.value import PLACED, StepParameter, Value, user_line
+from lightning_pipeshift.values.value import PLACED, StepParameter, Value, run_by, user_line
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.microbatch import Microbatch
@@ -118,7 +118,7 @@ def _told_gradients(
                 account = microbatch.new_account(stage, False, gradient, Memory())
                 with without_torch_function_of_subclasses():
                     microbatch.offer(account)
-                found[tensor] = value = Value(spec, microbatch.core.device, account)
+                found[tensor] = value = microbatch.new_value(spec, account)
                 value.stays = True
     return found
 
@@ -153,10 +153,14 @@ def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
     microbatch.backward(*args, **kwargs)
 
 
-def _refused(what: str, advice: str) -> Callable[..., Any]:
-    """A function that says why something is not supported on values."""
+def _refused(function: Any, what: str, advice: str) -> Callable[..., Any]:
+    """A function that only the only stage has; on several, it says why it is not supported."""
 
-    def refuse(microbatch: Microbatch, *_: Any, **__: Any) -> Any:
+    def refuse(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
+        if microbatch.mailbox.num_stages == 1:
+            args, kwargs = microbatch.plain((args, kwargs))
+            with run_by(None), without_torch_function_of_subclasses():
+                return function(*args, **kwargs)
         raise LayerError(
             f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
         )
@@ -166,6 +170,12 @@ def _refused(what: str, advice: str) -> Callable[..., Any]:
 
 _GRAD: Any = Tensor.grad
 _WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
+_BACKWARD = "call it inside of one layer, or call `backward` and use `.grad`."
+_REFUSED: Any = (
+    (Tensor.data.__set__, "Setting `.data`", _WRITE),  # type: ignore[attr-defined]
+    (Tensor.set_, "`set_`", _WRITE),
+    (torch.autograd.grad, "`torch.autograd.grad`", _BACKWARD),
+)
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _backward,
@@ -174,15 +184,10 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     _GRAD.__delete__: _set_gradient,
     Tensor.__iter__: _over_rows,
     Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _refused("Setting `.data`", _WRITE),  # type: ignore[attr-defined]
-    Tensor.set_: _refused("`set_`", _WRITE),
     Tensor.requires_grad_: _require_gradient,
     Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_gradient,
-    torch.autograd.grad: _refused(
-        "`torch.autograd.grad`",
-        "call it inside of one layer, or call `backward` and use `.grad`.",
-    ),
+    **{function: _refused(function, what, advice) for function, what, advice in _REFUSED},
 }
 """By the function: ``(microbatch, its arguments) -> its result``."""

@@ -201,11 +201,21 @@ class StepParameter(nn.Parameter):
                 return found
         return program.operation(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a copy of a module: a plain one, with the bytes where this stage has them."""
+        if id(self) not in memo:
+            with run_by(None):
+                copied: Tensor = self.data.clone()
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+        return memo[id(self)]
+
 
 class StepBuffer(Tensor):
     """As :class:`StepParameter`, for the buffers of layers."""
 
     __torch_function__ = StepParameter.__torch_function__
+    __deepcopy__ = StepParameter.__deepcopy__
 
 
 PLACED = (Value, StepParameter, StepBuffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
 
 from lightning_pipeshift import ConfigurationError
@@ -19,6 +22,9 @@ from tests.features_models import built, compare, fit, on_rank, parameters_of, q
 from tests.models import NUM_CLASSES, NUM_FEATURES, LayersOfItsOwn, points
 
 ALONE = {"microbatches": 1}
+CORES = [pytest.param({**ALONE, "core": core}, id=core) for core in ("trace", "values")]
+ON_VALUES = {**ALONE, "core": "values"}
+KEPT: list[Tensor] = []
 
 
 class LooksAtWhatItLogs(LayersOfItsOwn):
@@ -87,11 +93,51 @@ class OnlyAParameter(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class ByHand(LayersOfItsOwn):
+    """What a step of manual optimization may do on one device only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        features, classes = batch
+        loss = F.cross_entropy(self(features), classes)
+        loss.register_hook(lambda gradient: 2 * gradient)
+        gradients = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        optimizer.step()
+        copied = copy.deepcopy(self)
+        copied.head.weight.data.mul_(2.0)
+        again = copied(features)
+        self.seen.append([float(x.sum()) for x in (*gradients, again)])
+        return loss
+
+
+class Keeps(LayersOfItsOwn):
+    """Code that the run knows nothing of keeps a tensor and uses it when the run is over."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        KEPT.append(self.head(torch.ones(1, 16)))
+        return loss
+
+
 def training(how: Any, kind: type, accumulate: int = 1) -> Any:
+    KEPT.clear()
     record, trainer, module = fit(
         how, kind, points(6), max_epochs=2, accumulate_grad_batches=accumulate
     )
-    return {"record": record, "seen": getattr(module, "seen", None), "steps": trainer.global_step}
+    return {
+        "record": record,
+        "seen": getattr(module, "seen", None),
+        "kept": [(type(x).__name__, float((x * x).sum())) for x in KEPT],
+        "steps": trainer.global_step,
+    }
 
 
 @pytest.mark.feature(
@@ -101,13 +147,64 @@ def training(how: Any, kind: type, accumulate: int = 1) -> Any:
     "kind",
     [LooksAtWhatItLogs, DoublesInBackward, FetchesItself, WithLBFGS, TiedToTheHead, OnlyAParameter],
 )
-def test_a_step_is_the_users_own(kind: type) -> None:
-    compare(training, kind, stages=1, strategy=ALONE)
+@pytest.mark.parametrize("strategy", CORES)
+def test_a_step_is_the_users_own(kind: type, strategy: Any) -> None:
+    compare(training, kind, stages=1, strategy=strategy)
+
+
+@pytest.mark.parametrize("kind", [ByHand, Keeps])
+def test_a_step_on_values_is_the_users_own(kind: type) -> None:
+    compare(training, kind, stages=1, strategy=ON_VALUES)
 
 
 @pytest.mark.parametrize("kind", [LayersOfItsOwn, DoublesInBackward, TiedToTheHead])
-def test_gradients_are_added_up_over_batches(kind: type) -> None:
-    compare(training, kind, accumulate=3, stages=1, strategy=ALONE)
+@pytest.mark.parametrize("strategy", CORES)
+def test_gradients_are_added_up_over_batches(kind: type, strategy: Any) -> None:
+    compare(training, kind, accumulate=3, stages=1, strategy=strategy)
+
+
+def copying_callbacks(how: Any) -> Any:
+    class Copies(L.Callback):
+        def on_fit_start(self, trainer: Any, *_: Any) -> None:
+            # The progress bar refers to the Trainer.
+            self.copies = copy.deepcopy(trainer.callbacks)
+
+    callback = Copies()
+    fit(how, LayersOfItsOwn, points(2), None, [callback], max_epochs=1, enable_progress_bar=True)
+    return [type(each).__name__ for each in callback.copies]
+
+
+@pytest.mark.parametrize("strategy", CORES)
+def test_callbacks_can_be_copied_in_a_run(strategy: Any) -> None:
+    compare(copying_callbacks, stages=1, strategy=strategy)
+
+
+def one_more_step(how: Any) -> Any:
+    """Runs a step of the Trainer's loop when the run is over."""
+    _, trainer, module = fit(how, LayersOfItsOwn, points(2), max_epochs=1)
+    trainer.state.stage = RunningStage.TRAINING
+    optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+    batch = next(iter(points(1)))
+    given = OrderedDict({"batch": batch, "batch_idx": 0})
+    result = optimization.run(trainer.optimizers[0], 0, given)
+    return float(result["loss"]), parameters_of(module)
+
+
+@pytest.mark.parametrize("strategy", CORES)
+def test_the_loop_makes_a_step_when_the_run_is_over(strategy: Any) -> None:
+    compare(one_more_step, stages=1, strategy=strategy)
+
+
+def pruning(how: Any) -> Any:
+    """The weight is made by a hook, and is a parameter again when the training ends."""
+    callback = ModelPruning("l1_unstructured", amount=0.5)
+    data = points(3), points(2)
+    record, trainer, module = fit(how, LayersOfItsOwn, *data, [callback], max_epochs=2)
+    return record["parameters"], trainer.validate(module, points(2), verbose=False)
+
+
+def test_weights_are_pruned() -> None:
+    compare(pruning, stages=1, strategy=ON_VALUES)
 
 
 @pytest.mark.parametrize(

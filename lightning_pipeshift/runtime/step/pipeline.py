@@ -881,12 +881,22 @@ class Pipeline:
                 )
             self._touched.setdefault(id(use.parameter), set()).update(layers)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy of a Trainer is of the same run: threads and connections cannot be copied."""
+        return self
+
     # --- a single device ---
 
     @property
     def is_by_itself(self) -> bool:
         """Whether this is the only device, and its steps are not traced."""
         return not self._traces_steps
+
+    @property
+    def runs_plain_steps(self) -> bool:
+        """Whether this is the only device, and a step has one microbatch."""
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        return self.is_by_itself and self.settings.leaves_steps_whole(stages_per_vm)
 
     def begins_plain_step(
         self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
@@ -901,8 +911,7 @@ class Pipeline:
             step_number: counts batches over the whole run.
             optimizers: whose state follows the parameters.
         """
-        stages_per_vm = self.replicas.topology.stages_per_vm
-        if self._traces_steps or not self.settings.leaves_steps_whole(stages_per_vm):
+        if not self.runs_plain_steps:
             return False
         key = self._key("train", step_number, 0)
         self._prepare(key, step, batch, optimizers, final=True, trains=True)
@@ -910,7 +919,7 @@ class Pipeline:
 
     def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
         """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
-        Its backward runs in ``one_stage.backward``.
+        Its backward runs in :meth:`plain_backward`.
 
         Returns:
             what the user's step returned.
@@ -923,6 +932,11 @@ class Pipeline:
             self._open_mail()
         self.num_steps_done = step_number + 1
         return result
+
+    def plain_backward(self) -> AbstractContextManager[None]:
+        """Context of the backward of the last :meth:`plain_training_step`."""
+        assert self.holdings is not None
+        return self.one_stage.backward(self.holdings)
 
     def plain_evaluation_step(
         self, batch: Any, step: UserStep, purpose: str, step_number: int, final: bool

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
@@ -446,6 +447,14 @@ class Masks(Model):
         return self.loss(x * mask + weights, targets)
 
 
+class Pruned(Model):
+    """A hook of a layer makes its weight before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.head, "weight", 0.5)
+
+
 MODELS: dict[str, type[Model]] = {
     each.__name__: each
     for each in (
@@ -470,6 +479,7 @@ MODELS: dict[str, type[Model]] = {
         Recurrent,
         SeveralLosses,
         Masks,
+        Pruned,
     )
 }
 
