@@ -33,7 +33,7 @@ from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
-from lightning_pipeshift.runtime.step.checksum import require_same_end
+from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
@@ -44,7 +44,7 @@ from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import gathered, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, run_by, set_program
+from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
@@ -154,6 +154,7 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not getattr(self.root, "automatic_optimization", True):
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
@@ -189,7 +190,8 @@ class ValuePipeline(Pipeline):
 
     def gathered(self, tree: Any) -> Any:
         """A structure with host tensors in the place of values. Every stage calls this."""
-        return gathered(tree, self.channels.stage, self._share)
+        assert self.core is not None
+        return gathered(tree, self.core, self._share)
 
     def _gathered_with_metrics(self, tree: Any) -> Any:
         """As :meth:`gathered`; metrics have common tensors afterwards, too, as Lightning computes
@@ -214,10 +216,21 @@ class ValuePipeline(Pipeline):
             args: as for :meth:`Engine.run`, from the microbatches on.
             kwargs: likewise.
         """
-        assert self.core is not None
+        core, outside = self.core, running()
+        assert core is not None
+        assert isinstance(outside, Microbatch)
+        settings = [
+            (name, x)
+            for optimizer in self.find_optimizers()
+            for group in optimizer.param_groups
+            for name, x in group.items()
+            if isinstance(x, int | float | tuple)
+        ]
+        outside.note("the optimizers", settings)
+        core.note(outside)
         seed = stream_seed(number, step)
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with run_by(None), self.core.seeing_parameters(), in_step:
+        with run_by(None), core.seeing_parameters(), in_step:
             results = self._engine.run(seed, *args, **kwargs)
         self._begin_outside()
         return results
@@ -454,6 +467,13 @@ def _run_step(step: UserStep, root: nn.Module, batch: Any, _: int) -> Any:
 def _of_its_own(leaf: Any) -> Any:
     """A tensor in memory that nothing else refers to: a step may write to it at one stage."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _arithmetic() -> int:
+    """A number that differs where two CPUs compute other bits: by their kernels, say."""
+    x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    found = x @ x, x.exp(), x.sin(), x.tanh(), x.softmax(0), x.norm()
+    return checksum([*found, torch.__version__, torch.get_num_threads()])
 
 
 def _has_values(tree: Any) -> bool:

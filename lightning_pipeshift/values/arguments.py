@@ -131,6 +131,10 @@ class Arguments:
     ) -> None:
         self.nodes: list[Any] = []
         self.tensors: list[Tensor] = []
+        self.numbers: list[Any] = []
+        """The Python numbers in containers, in the order in which they are found; not those in
+        other objects, which may be of this rank only."""
+        self._num_objects = 0
         self._tensor_numbers: dict[int, int] = {}
         self._node_numbers: dict[int, int] = {}
         self._describe, self._exact = describe, exact
@@ -145,6 +149,8 @@ class Arguments:
                 number = self._tensor_numbers[id(x)] = len(self.tensors)
                 self.tensors.append(x)
             return (number, self._describe(x))
+        if isinstance(x, int | float | np.number) and not self._num_objects:
+            self.numbers.append(x)
         if isinstance(x, float):
             return (float, x if self._exact or x in (0.0, 1.0) else None)
         if isinstance(x, _BY_VALUE):
@@ -161,7 +167,10 @@ class Arguments:
                 return ("node", number)
             self._node_numbers[id(x)] = len(self.nodes)
             self.nodes.append(x)
-            return (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
+            self._num_objects += not isinstance(x, list | dict | deque)
+            key = (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
+            self._num_objects -= not isinstance(x, list | dict | deque)
+            return key
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
 
     def number_of(self, tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_pipeshift.compat.torch_private import (
     has_hooks,
@@ -19,7 +20,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place, packed
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -40,6 +41,7 @@ from lightning_pipeshift.values.layer_contracts import (
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
+    NO_LINE,
     PLACED,
     Spec,
     StepBuffer,
@@ -61,6 +63,8 @@ OUTSIDE = -1
 """The turn of what runs outside of steps."""
 # Values up to this size are kept to the end of the next run, for stages that read them alone.
 _KEPT_BYTES = 4096
+# Of a common tensor, about so many elements are compared between the stages.
+_MOST_ELEMENTS = 1 << 14
 # A tensor, and the Python object of its storage.
 _USES_OF_ONE = 2
 
@@ -108,6 +112,10 @@ class Microbatch:
         # Of messages, of calls of layers, and of operations that run at one stage.
         self._serial = self._num_layers = self._num_operations = self._num_values = 0
         self.digest = core.digest
+        self.last = "", ""
+        """The latest operation or layer, and the user's line."""
+        # The tensors that every stage has whose content is in the digest, with their versions.
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
         self.has_later_backward = False
@@ -133,20 +141,39 @@ class Microbatch:
 
     # --- the program ---
 
-    def note(self, label: str, args: Sequence[Any]) -> None:
-        """Adds an operation and its Python numbers to the digest of the program."""
-        digest = self.digest * 31 + zlib.crc32(label.encode())
-        for x in args:
-            if type(x) in (float, int):
-                digest = digest * 31 + zlib.crc32(repr(x).encode())
-        self.digest = digest & DIGEST_MASK
+    def note(self, label: str, *what: object) -> None:
+        """Adds an operation to the digest of the program, and what else must be equal on all ranks:
+        numbers, modes, shapes.
+        """
+        self.digest = _rolled(self.digest, repr((label, what)).encode())
+        line = NO_LINE if label == "backward" else user_line()
+        if line != NO_LINE:
+            self.last = label, line
+
+    def note_generators(self) -> None:
+        """Adds the state of torch's generators to the digest. NumPy's and Python's draws are in it
+        where numbers and tensors meet values: other threads draw from these generators, too.
+        """
+        self.digest = self._with_generators()
+
+    def _with_generators(self) -> int:
+        states = (state.numpy().tobytes() for state in self.core.streams.torch_states())
+        return _rolled(self.digest, *states)
+
+    def _note_common(self, tensor: Tensor) -> None:
+        """Adds the content of a tensor that every stage has to the digest, where that is cheap."""
+        version = version_in(tensor)
+        if self._known.get(tensor) != version:
+            self._known[tensor] = version
+            content = content_of(tensor, self.core.compares_floats)
+            self.digest = _rolled(self.digest, repr(tensor.shape).encode(), content)
 
     def _key(self, source: int, kind: Kind) -> Key:
         self._serial += 1
         return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
 
     def _place(self, label: str) -> Place:
-        return Place(label, self.digest, user_line())
+        return Place(label, self._with_generators(), user_line())
 
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message."""
@@ -260,7 +287,7 @@ class Microbatch:
             contract = core.finder.find(function, args, kwargs)
             core.keep(key, contract)
         label = name_of(function)
-        self.note(label, args)
+        self.note(label, key[1:-1], arguments.numbers)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
@@ -378,7 +405,6 @@ class Microbatch:
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
         self._num_layers += 1
-        self.note(self.core.names[number], args)
         return self._called(number, args, kwargs)
 
     def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -403,6 +429,7 @@ class Microbatch:
             arguments.key,
             hooked,
         )
+        self.note(label, key[1:-2], arguments.numbers)
         try:
             contract = core.contracts[key]
         except KeyError:
@@ -487,7 +514,11 @@ class Microbatch:
             if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
                 self._require_leaf(tensor, call)
                 self._adopt(tensor, stage)
-            if isinstance(tensor, PLACED):
+            if not isinstance(tensor, PLACED):
+                if contract is not None:
+                    # If nobody knows what a call does, it may fill uninitialised memory.
+                    self._note_common(tensor)
+            else:
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
                 plain = self.bring(tensor, stage, with_gradient, call.label)
@@ -585,6 +616,15 @@ class Microbatch:
                 self._adopt(target, call.stage)
             account = self.account_of(target)
             sharing = account.memory.write(call.stage)
+            begins = needs_gradient and not account.requires_grad
+            if begins and any(x is not account and not x.requires_grad for x in sharing):
+                # A view's base would need one from here on, and not a tensor that is detached.
+                raise LayerError(
+                    f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
+                    " several tensors share, and that needed none so far. Write into the whole"
+                    " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
+                    " that returns a new one (`torch.cat`, `torch.where`)."
+                )
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             if isinstance(target, StepBuffer):
@@ -751,7 +791,7 @@ class Microbatch:
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
                 " the losses; compute second derivatives inside of one layer."
             )
-        self.note("backward", ())
+        self.note("backward")
         self._require_new(loss, "backward")
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -770,6 +810,14 @@ class Microbatch:
             try:
                 with run_by(None), without_torch_function_of_subclasses():
                     torch.autograd.backward(roots, gradients)
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise LayerError(
+                    f"{error} With several stages the backward also goes through what another stage"
+                    " has used and the loss does not depend on. Use an operation that returns a new"
+                    " tensor (`x = x * 2` in place of `x.mul_(2)`)."
+                ) from error
             finally:
                 self.is_in_backward = False
         self._num_backwards += 1
@@ -784,6 +832,31 @@ def _key_of(account: Account) -> Key:
     assert account.name is not None
     run, turn, number = account.name
     return Key(account.owner, run, turn, Kind.READ, account.version, number)
+
+
+def _rolled(digest: int, *contents: Any) -> int:
+    for content in contents:
+        digest = digest * 31 + zlib.crc32(content)
+    return digest & DIGEST_MASK
+
+
+def content_of(tensor: Tensor, with_floats: bool = True) -> bytes:
+    """The bytes of a plain tensor in host memory; of a large one, those of a part of its elements.
+
+    Args:
+        tensor: of another kind or device: nothing.
+        with_floats: whether to take tensors of floats.
+    """
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    if not is_plain or tensor.device.type != "cpu" or (is_float and not with_floats):
+        return b""
+    tensor = tensor.detach()
+    if tensor.numel() > _MOST_ELEMENTS:
+        most = round(_MOST_ELEMENTS ** (1 / tensor.dim()))
+        tensor = tensor[tuple(slice(None, None, -(-size // most)) for size in tensor.shape)]
+    data, _ = packed(tensor)
+    return data.numpy().tobytes()
 
 
 def _described(tensor: Tensor) -> Any:

@@ -207,6 +207,9 @@ def name_of(function: Callable[..., Any]) -> str:
 _OURS = (f"{__name__.partition('.')[0]}.", "torch.")
 
 
+NO_LINE = "no line of Python"
+
+
 def user_line() -> str:
     """The file and line of the user's code that runs now."""
     frame: Any = sys._getframe(1)
@@ -215,4 +218,4 @@ def user_line() -> str:
         if not module.startswith(_OURS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "no line of Python"
+    return NO_LINE
