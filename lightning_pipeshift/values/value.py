@@ -204,7 +204,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 # Code of these folders is not the user's.
-_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
+_OURS = (f"{__name__.partition('.')[0]}.", "torch.", "lightning.", "pytorch_lightning.")
 
 
 NO_LINE = "no line of Python"
