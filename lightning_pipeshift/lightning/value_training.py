@@ -69,6 +69,7 @@ class ValueTraining(TrainingSteps):
                 return closure()
 
         assert isinstance(program, Microbatch)
+        program.note("optimizer.step")
         try:
             with run_by(None):
                 return step(in_step)

@@ -78,6 +78,7 @@ class SuspendableMicrobatch(Microbatch):
         seed_generators(self.core.device, "step", *self._stream)
         with run_by(self):
             self.result = body(self)
+        self.note_generators()
         self.flags = {x: x.requires_grad for x in self.core.switched}
         if self._tails is not None:
             self._tails.end_step(self)

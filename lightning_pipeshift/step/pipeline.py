@@ -34,7 +34,7 @@ from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
-from lightning_pipeshift.runtime.step.checksum import require_same_end
+from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
@@ -192,6 +192,7 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not getattr(self.root, "automatic_optimization", True):
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
@@ -254,7 +255,7 @@ class ValuePipeline(Pipeline):
             first = channels.ranks.index(min(channels.ranks))
             tree = of_stage(first, tree, channels.stage, self._share, core.mailbox.offered)
         held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-        tree, found = gathered((tree, held), channels.stage, self._share)
+        tree, found = gathered((tree, held), core, self._share)
         for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
             for name, x in to_device(changed, self.channels.device).items():
@@ -276,11 +277,22 @@ class ValuePipeline(Pipeline):
             args: as for :meth:`Engine.run`, from the microbatches on.
             kwargs: likewise.
         """
-        assert self.core is not None
+        core, outside = self.core, running()
+        assert core is not None
+        assert isinstance(outside, Microbatch)
+        settings = [
+            (name, x)
+            for optimizer in self.find_optimizers()
+            for group in optimizer.param_groups
+            for name, x in group.items()
+            if isinstance(x, int | float | tuple)
+        ]
+        outside.note("the optimizers", settings)
+        core.note(outside)
         seed = stream_seed(number, step)
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
         # A compiler follows neither values nor the parameters' class.
-        with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
+        with run_by(None), core.seeing_parameters(), in_step, without_compiling():
             results = self._engine.run(seed, *args, **kwargs)
         self._begin_outside()
         return results
@@ -553,6 +565,13 @@ class ValuePipeline(Pipeline):
 def _of_its_own(leaf: Any) -> Any:
     """A tensor in memory that nothing else refers to: a step may write to it at one stage."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _arithmetic() -> int:
+    """A number that differs where two CPUs compute other bits: by their kernels, say."""
+    x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    found = x @ x, x.exp(), x.sin(), x.tanh(), x.softmax(0), x.norm()
+    return checksum([*found, torch.__version__, torch.get_num_threads()])
 
 
 def _has_values(tree: Any) -> bool:

@@ -136,6 +136,10 @@ class Arguments:
     ) -> None:
         self.nodes: list[Any] = []
         self.tensors: list[Tensor] = []
+        self.numbers: list[Any] = []
+        """The Python numbers in containers, in the order in which they are found; not those in
+        other objects, which may be of this rank only."""
+        self._num_objects = 0
         self._tensor_numbers: dict[int, int] = {}
         self._node_numbers: dict[int, int] = {}
         self._describe, self._exact = describe, exact
@@ -153,8 +157,11 @@ class Arguments:
                 self.tensors.append(x)
             return (number, self._describe(x))
         if isinstance(x, float):
+            self._note_number(x)
             return (float, x if self._exact or x in (0.0, 1.0) else None)
         if isinstance(x, _BY_VALUE):
+            if isinstance(x, int):
+                self._note_number(x)
             if isinstance(x, bytes) and len(x) > _LONG_BYTES:
                 x = hashlib.blake2b(x).digest()
             return (type(x), x)
@@ -168,8 +175,18 @@ class Arguments:
                 return ("node", number)
             self._node_numbers[id(x)] = len(self.nodes)
             self.nodes.append(x)
-            return (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
+            is_object = not isinstance(x, (list, dict, deque))
+            self._num_objects += is_object
+            key = (type(x), *((place, self._scan(part)) for place, part in parts_of(x)))
+            self._num_objects -= is_object
+            return key
+        if isinstance(x, np.number):
+            self._note_number(x)
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
+
+    def _note_number(self, number: Any) -> None:
+        if not self._num_objects:
+            self.numbers.append(number)
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor."""

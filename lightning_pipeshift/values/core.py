@@ -116,6 +116,11 @@ class Core:
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
+        self.last = "", ""
+        """See :class:`Microbatch`; of the runs before."""
+        self.compares_floats = True
+        """Whether all stages compute the same bits, so that tensors of floats which every stage has
+        have to be equal."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -276,9 +281,14 @@ class Core:
             LayerError: another stage sent what this one never asked for.
         """
         for microbatch in microbatches:
-            self.digest = (self.digest * 31 + microbatch.digest) & DIGEST_MASK
+            self.note(microbatch)
         self.mailbox.pass_phase()
         self.mailbox.finish(self.num_steps)
+
+    def note(self, program: Microbatch) -> None:
+        """Adds the digest of a program that has run to that of all runs."""
+        self.digest = (self.digest * 31 + program.digest) & DIGEST_MASK
+        self.last = program.last
 
     def held(self) -> dict[str, Tensor]:
         """The parameters that this stage holds, by name. Those that nothing has used so far are

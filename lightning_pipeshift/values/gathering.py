@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten
-from lightning_pipeshift.runtime.comm.messages import Key
+from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
+from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import key_of
 from lightning_pipeshift.values.value import Value
 
@@ -90,30 +91,36 @@ def of_stage(source: int, tree: Any, stage: int, share: Share, offered: Offered)
     return rebuild(leaves)
 
 
-def gathered(tree: Any, stage: int, share: Share) -> Any:
+def gathered(tree: Any, core: Core, share: Share) -> Any:
     """A structure with tensors in host memory in the place of values. Every stage calls this, with
     structures that differ in the values' tensors only.
 
     Args:
         tree: the structure.
-        stage: this one.
+        core: this stage's.
         share: gives all stages an object of one of them.
 
     Raises:
-        LayerError: a value is not kept any more.
+        LayerError: the stages have run different programs so far, or a value is not kept any more.
     """
-    found, rebuild = _flat(tree)
-    leaves = list(found)
-    for owner in sorted({each.key.source for each in found if isinstance(each, Kept)}):
-        places = [
-            at
-            for at, each in enumerate(found)
-            if isinstance(each, Kept) and each.key.source == owner
-        ]
-        keys = [found[at].key for at in places]
-        mine = [found[at].tensor for at in places] if owner == stage else []
-        its_keys, tensors = share((keys, to_host(mine)), owner)
-        if keys != its_keys or any(tensor is None for tensor in tensors):
+    stage, last = core.stage, core.mailbox.num_stages - 1
+    leaves, rebuild = _flat(tree)
+    found = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Kept)}
+    mine = core.digest, [each.key for each in found.values()], core.last
+    # Also where the last stage has none of them: all stages compare their programs.
+    for owner in (last, *sorted({each.key.source for each in found.values()} - {last})):
+        places = [at for at, each in found.items() if each.key.source == owner]
+        held = [found[at].tensor for at in places] if owner == stage else []
+        theirs, tensors = share((mine, to_host(held)), owner)
+        if theirs[0] != mine[0]:
+            each = (
+                f"stage {at} ended it at `{label}` ({line})"
+                for at, (*_, (label, line)) in ((stage, mine), (owner, theirs))
+            )
+            raise LayerError(
+                f"The ranks have run different programs in a step: {'; '.join(each)}. {ADVICE}"
+            )
+        if theirs[1] != mine[1] or any(tensor is None for tensor in tensors):
             raise LayerError(
                 "The ranks have logged, returned, or put into a metric, different values in a step,"
                 " and one of them is not kept any more, or is too large to be kept. Do this on"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_pipeshift.compat.torch_private import (
     USES_OF_ONE,
@@ -25,7 +26,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.user_state.random_streams import drawing_from
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place, packed
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -48,6 +49,7 @@ from lightning_pipeshift.values.layer_contracts import (
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
+    NO_LINE,
     PLACED,
     Spec,
     StepBuffer,
@@ -69,6 +71,8 @@ OUTSIDE = -1
 """The turn of what runs outside of steps."""
 # Values up to this size are kept to the end of the next run, for stages that read them alone.
 _KEPT_BYTES = 4096
+# Of a common tensor, about so many elements are compared between the stages.
+_MOST_ELEMENTS = 1 << 14
 
 
 class _Call(NamedTuple):
@@ -114,6 +118,10 @@ class Microbatch:
         # Of messages, of calls of layers, and of operations that run at one stage.
         self._serial = self._num_layers = self._num_operations = self._num_values = 0
         self.digest = core.digest
+        self.last = "", ""
+        """The latest operation or layer, and the user's line."""
+        # The tensors that every stage has whose content is in the digest, with their versions.
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.accounts: dict[Tensor, Account] = {}
         self.is_in_backward = False
         self.has_later_backward = False
@@ -154,13 +162,35 @@ class Microbatch:
 
     # --- the program ---
 
-    def note(self, label: str, args: Sequence[Any]) -> None:
-        """Adds an operation and its Python numbers to the digest of the program."""
-        digest = self.digest * 31 + zlib.crc32(label.encode())
-        for x in args:
-            if type(x) in (float, int):
-                digest = digest * 31 + zlib.crc32(repr(x).encode())
-        self.digest = digest & DIGEST_MASK
+    def note(self, label: str, *what: object) -> None:
+        """Adds an operation to the digest of the program, and what else must be equal on all ranks:
+        numbers, modes, shapes.
+        """
+        self.digest = _rolled(self.digest, repr((label, what)).encode())
+        line = NO_LINE if label == "backward" else user_line()
+        if line != NO_LINE:
+            self.last = label, line
+
+    def note_generators(self) -> None:
+        """Adds the state of torch's generators to the digest. NumPy's and Python's draws are in it
+        where numbers and tensors meet values: other threads draw from these generators, too.
+        """
+        self.digest = self._with_generators()
+
+    def _with_generators(self) -> int:
+        states = (
+            state.numpy().tobytes()
+            for state in (generator.get_state() for generator in self.core.generators)
+        )
+        return _rolled(self.digest, *states)
+
+    def _note_common(self, tensor: Tensor) -> None:
+        """Adds the content of a tensor that every stage has to the digest, where that is cheap."""
+        version = version_in(tensor)
+        if self._known.get(tensor) != version:
+            self._known[tensor] = version
+            content = content_of(tensor, self.core.compares_floats)
+            self.digest = _rolled(self.digest, repr(tensor.shape).encode(), content)
 
     def _note_values(self, arguments: Arguments) -> None:
         """Adds the values that an operation uses to the digest: each by its name."""
@@ -173,7 +203,7 @@ class Microbatch:
         return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
 
     def _place(self, label: str) -> Place:
-        return Place(label, self.digest, user_line())
+        return Place(label, self._with_generators(), user_line())
 
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message."""
@@ -287,7 +317,7 @@ class Microbatch:
             contract = core.finder.find(function, args, kwargs)
             core.keep(key, contract)
         label = name_of(function)
-        self.note(label, args)
+        self.note(label, key[1:-1], arguments.numbers)
         self._note_values(arguments)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
@@ -405,7 +435,6 @@ class Microbatch:
         """Calls a layer."""
         self.enters_layer(number)
         self._num_layers += 1
-        self.note(self.core.names[number], args)
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 
     def enters_layer(self, number: int) -> None:
@@ -440,6 +469,7 @@ class Microbatch:
             hooked,
             core.own_hooks(number),
         )
+        self.note(label, key[1:-3], arguments.numbers)
         try:
             contract = core.contracts[key]
         except KeyError:
@@ -527,7 +557,11 @@ class Microbatch:
             if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
                 self._require_leaf(tensor, call)
                 self._adopt(tensor, stage)
-            if isinstance(tensor, PLACED):
+            if not isinstance(tensor, PLACED):
+                if contract is not None:
+                    # If nobody knows what a call does, it may fill uninitialised memory.
+                    self._note_common(tensor)
+            else:
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
                 plain = self.bring(tensor, stage, with_gradient, call.label)
@@ -624,6 +658,15 @@ class Microbatch:
                 self._adopt(target, call.stage)
             account = self.account_of(target)
             sharing = account.memory.write(call.stage)
+            begins = needs_gradient and not account.requires_grad
+            if begins and any(x is not account and not x.requires_grad for x in sharing):
+                # A view's base would need one from here on, and not a tensor that is detached.
+                raise LayerError(
+                    f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
+                    " several tensors share, and that needed none so far. Write into the whole"
+                    " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
+                    " that returns a new one (`torch.cat`, `torch.where`)."
+                )
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             if isinstance(target, StepBuffer):
@@ -810,7 +853,7 @@ class Microbatch:
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
                 " the losses; compute second derivatives inside of one layer."
             )
-        self.note("backward", ())
+        self.note("backward")
         self._require_new(loss, "backward")
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
@@ -831,6 +874,14 @@ class Microbatch:
                     torch.autograd.backward(
                         roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
                     )
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise LayerError(
+                    f"{error} With several stages the backward also goes through what another stage"
+                    " has used and the loss does not depend on. Use an operation that returns a new"
+                    " tensor (`x = x * 2` in place of `x.mul_(2)`)."
+                ) from error
             finally:
                 self.is_in_backward = False
         self.gradients = None
@@ -848,6 +899,31 @@ def key_of(account: Account) -> Key:
     assert account.name is not None
     run, turn, number = account.name
     return Key(account.owner, run, turn, Kind.READ, account.version, number)
+
+
+def _rolled(digest: int, *contents: Any) -> int:
+    for content in contents:
+        digest = digest * 31 + zlib.crc32(content)
+    return digest & DIGEST_MASK
+
+
+def content_of(tensor: Tensor, with_floats: bool = True) -> bytes:
+    """The bytes of a plain tensor in host memory; of a large one, those of a part of its elements.
+
+    Args:
+        tensor: of another kind or device: nothing.
+        with_floats: whether to take tensors of floats.
+    """
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    if not is_plain or tensor.device.type != "cpu" or (is_float and not with_floats):
+        return b""
+    tensor = tensor.detach()
+    if tensor.numel() > _MOST_ELEMENTS:
+        most = round(_MOST_ELEMENTS ** (1 / tensor.dim()))
+        tensor = tensor[tuple(slice(None, None, -(-size // most)) for size in tensor.shape)]
+    data, _ = packed(tensor)
+    return data.numpy().tobytes()
 
 
 def _described(tensor: Tensor) -> Any:

@@ -29,6 +29,7 @@ def _detached(microbatch: Microbatch, tensor: Tensor) -> Any:
 
 
 def _require_gradient(microbatch: Microbatch, tensor: Tensor, requires_grad: bool = True) -> Tensor:
+    microbatch.note("requires_grad_", requires_grad)
     if isinstance(tensor, StepParameter):
         # From here in the step on.
         microbatch.core.switched.setdefault(tensor, tensor.requires_grad)
@@ -82,7 +83,7 @@ def _set_gradient(microbatch: Microbatch, tensor: Tensor, gradient: Tensor | Non
 
 
 def _require_own_backward(microbatch: Microbatch) -> None:
-    microbatch.note("grad", ())
+    microbatch.note("grad")
     if microbatch.has_later_backward:
         raise LayerError(
             f"The step uses `.grad` ({user_line()}), and its backward runs later, among those of"

@@ -239,7 +239,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 # Code of these folders is not the user's.
-_OURS = (f"{__name__.partition('.')[0]}.", "torch.")
+_OURS = (f"{__name__.partition('.')[0]}.", "torch.", "lightning.", "pytorch_lightning.")
+
+
+NO_LINE = "no line of Python"
 
 
 def user_line() -> str:
@@ -250,4 +253,4 @@ def user_line() -> str:
         if not module.startswith(_OURS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "no line of Python"
+    return NO_LINE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -410,6 +411,44 @@ class ComputesAlone(Base):
         return loss
 
 
+class NumbersAlone(Base):
+    """One rank alone has another number, behind the last layer."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        return torch.add(loss, loss, alpha=1.0 if self.trainer.is_global_zero else 2.0)
+
+
+class TensorsAlone(Base):
+    """One rank alone has other targets."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        logits = self(words)
+        if self.trainer.is_global_zero:
+            targets = targets.flip(0)
+        return self.loss(logits, targets)
+
+
+class StepsAlone(AccumulatesByHand):
+    """One rank alone steps its optimizer again, in the last batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        if self.trainer.is_global_zero and batch_idx == BATCHES - 1:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+        return found
+
+
+class Rates(Base):
+    """Each rank has a learning rate of its own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
+
+
 class Entries(Logger):
     """A logger whose experiment keeps its entries."""
 
@@ -553,6 +592,15 @@ def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path:
     outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)
     said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
     assert "on every rank" in said or "What only reads values" in said
+
+
+@pytest.mark.parametrize("kind", [NumbersAlone, TensorsAlone, StepsAlone, Rates])
+def test_ranks_that_run_differently_are_told_both_lines(kind: type[Base], tmp_path: Path) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)
+    (said,) = (each.message for each in outcomes if each.error_type == "LayerError")
+    assert "run different programs" in said
+    assert len(re.findall(r"test_values\.py:\d+\)", said)) == 2
 
 
 class Moves(Base):

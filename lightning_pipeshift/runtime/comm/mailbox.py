@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import pickle
+import queue
 import struct
 import threading
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,8 @@ _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 _CONTIGUOUS = -1
 # How long a stage waits before it tells the others, and before it tells them again.
 _TELLS_EVERY_SECONDS = 1.0
+# Smaller messages live until the next flush.
+_LARGE_BYTES = 1 << 16
 
 
 class _Form(enum.IntEnum):
@@ -118,6 +121,9 @@ class Mailbox:
         # How often each stage has told of its wait.
         self._num_told = [0] * self.num_stages
         self._under_way: list[tuple[Any, Tensor, int]] = []
+        # What takes much memory is let go of when it has been sent; a thread waits for that.
+        self._large: queue.Queue[tuple[Any, Tensor, int] | None] = queue.Queue()
+        self._release: threading.Thread | None = None
         self._sending = threading.Lock()
         # What other stages may read, which of them have got it, and which have asked for it before
         # it was there, each in which phase.
@@ -189,15 +195,43 @@ class Mailbox:
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         with self._watched(self._ranks[to]):
             work = self._group.send([data], self._members[to], tag)
-        self._under_way.append((work, data, to))
+        if data.nbytes < _LARGE_BYTES:
+            self._under_way.append((work, data, to))
+            return
+        self._large.put((work, data, to))
+        if self._release is None:
+            self._release = threading.Thread(target=self._release_all, daemon=True)
+            self._release.start()
+
+    def _release_all(self) -> None:
+        while (sent := self._large.get()) is not None:
+            try:
+                self._complete_send(sent)
+            except BaseException as error:
+                self._fail(error)
+            # Not until the next one comes.
+            del sent
+            self._large.task_done()
+
+    def _complete_send(self, sent: tuple[Any, Tensor, int]) -> None:
+        work, _, to = sent
+        with self._watched(self._ranks[to]):
+            complete(work)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._arrived:
+            self._error = self._error or error
+            self._arrived.notify_all()
 
     def flush(self) -> None:
         """Waits until everything has been sent: its memory may change then."""
         with self._sending:
             under_way, self._under_way = self._under_way, []
-        for work, _, to in under_way:
-            with self._watched(self._ranks[to]):
-                complete(work)
+        for sent in under_way:
+            self._complete_send(sent)
+        self._large.join()
+        if self._error is not None:
+            raise self._error
 
     # --- reads ---
 
@@ -292,9 +326,7 @@ class Mailbox:
             while self._receive(source):
                 pass
         except BaseException as error:
-            with self._arrived:
-                self._error = self._error or error
-                self._arrived.notify_all()
+            self._fail(error)
 
     def _receive(self, source: int) -> bool:
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
@@ -429,7 +461,8 @@ class Mailbox:
             other = sent[0] if sent else None
         theirs = "went on without it"
         if other is not None and other.label == _text(_cut(place.label, 64)):
-            theirs = f"came to `{other.label}` ({other.line}) with other operations or numbers"
+            theirs = f"came to `{other.label}` ({other.line}) with other operations,"
+            theirs += " numbers, random draws, or tensors that every rank has"
         elif other is not None:
             theirs = f"is at `{other.label}` ({other.line})"
         return LayerError(
@@ -477,7 +510,8 @@ class Mailbox:
             if to != self.stage:
                 self.send(to, Key(self.stage, 0, 0, Kind.END, 0, 0), Place("", 0, ""), None)
         self.flush()
-        for thread in self._threads:
+        self._large.put(None)
+        for thread in (*self._threads, *([self._release] if self._release else [])):
             thread.join()
 
 

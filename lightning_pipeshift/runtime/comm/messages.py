@@ -20,9 +20,10 @@ MOST_DIMS = 12
 """A tensor with more dimensions travels as a contiguous one."""
 
 ADVICE = (
-    "In a step every rank has to run the same operations and layers, with the same numbers:"
-    " operations on values and calls of layers go in front of `if trainer.is_global_zero`. What"
-    " only reads values (`loss.item()`, a print, `self.log` of a value) may be behind it."
+    "In a step every rank has to run the same operations and layers, with the same numbers, random"
+    " draws and tensors: operations on values and calls of layers go in front of `if"
+    " trainer.is_global_zero`. What only reads values (`loss.item()`, a print, `self.log` of a"
+    " value) may be behind it."
 )
 
 

@@ -1046,9 +1046,19 @@ def _state(make: _Maker) -> Iterator[Any]:
 
 
 def _guarded(make: _Maker) -> Iterator[Any]:
-    number = make.new("n")
-    yield f"{number} = {make.x()}.mean().item()"
-    yield Block("if self.rank == 0:", (f"self.lines.append({number})",))
+    kind = make.pick(0, 1, 2)
+    if kind == 0:
+        number = make.new("n")
+        yield f"{number} = {make.x()}.mean().item()"
+        yield Block("if self.rank == 0:", (f"self.lines.append({number})",))
+        return
+    # One rank alone reads.
+    read = make.new("s")
+    yield f"{read} = {make.x()}.mean()"
+    if kind == 1:
+        yield Block("if self.rank == 0:", (f"self.lines.append({read}.item())",))
+    else:
+        yield Block("if self.rank == 1:", (f"{read}.tolist()",))
 
 
 def _leave(make: _Maker) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, kept
@@ -16,10 +17,18 @@ CPU = torch.device("cpu")
 KEY, PLACE = Key(1, 1, 0, Kind.VALUE, 0, 1), Place("layer", 0, "model.py:1")
 
 
+def core_with(mailbox: Any) -> Any:
+    """As much of a core as a suspended step uses."""
+    streams = RandomStreams(CPU)
+    return SimpleNamespace(
+        mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={}, streams=streams
+    )
+
+
 def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
     message = Message(None, None, PLACE)
     mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
-    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={})
+    core = core_with(mailbox)
     seen: list[Any] = []
 
     def body(microbatch: SuspendableMicrobatch) -> str:
@@ -51,7 +60,7 @@ def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
 def test_no_step_is_suspended_in_inference_mode() -> None:
     message = Message(None, None, PLACE)
     mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
-    core: Any = SimpleNamespace(mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={})
+    core = core_with(mailbox)
 
     def body(microbatch: SuspendableMicrobatch) -> Message:
         with torch.inference_mode():

@@ -103,6 +103,41 @@ def test_what_the_fuzzer_found(name: str) -> None:
         assert outcome.kind == "same", f"{outcome.reason}\n{outcome.text}"
 
 
+REFUSED = {
+    "a value is written that the way back of an unused value needs": (
+        program(
+            "x = self.layers[0](x0)",
+            "unused = self.layers[2](self.layers[1](x))",
+            "x.mul_(1.3)",
+            "return x.mean()",
+            layers="Norm Linear Linear",
+            owners=(1, 1, 0),
+        ),
+        "the loss does not depend on",
+    ),
+    "a view gets a gradient, and its base had none": (
+        program(
+            "y = x0 * 1.3",
+            "x = self.layers[1](x0)",
+            "y.masked_fill_(x > 1, 1.3)",
+            "y[:, :2].mul_(x[:, 2:])",
+            "return self.layers[0](y).mean()",
+            layers="Linear Linear",
+            owners=(0, 1),
+        ),
+        "Write into the whole tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_fuzzer_found_is_refused_with_advice(name: str) -> None:
+    refused, advice = REFUSED[name]
+    outcome = check(refused)
+    assert outcome.kind == "refused", f"{outcome.reason}\n{outcome.text}"
+    assert advice in outcome.text
+
+
 def _runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "_may_begin", lambda *_: True)
 

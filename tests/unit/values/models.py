@@ -623,6 +623,35 @@ def other_layers(model: Model, rank: int, words: Tensor) -> Tensor:
     return model.blocks[3](model.blocks[1 if rank else 0](x)).sum()
 
 
+def other_keywords(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.embedding(words)
+    return model.blocks[3](torch.add(x, x, alpha=1.0 + rank)).sum()
+
+
+def other_slices(model: Model, rank: int, words: Tensor) -> Tensor:
+    x = model.embedding(words)
+    return model.blocks[3](torch.cat([x[:, rank:], x[:, :rank]], 1)).sum()
+
+
+def other_draws(model: Model, rank: int, words: Tensor) -> Tensor:
+    if rank == 1:
+        torch.rand(1)
+    return model.blocks[3](model.embedding(words)).sum()
+
+
+def other_tensors(model: Model, rank: int, words: Tensor) -> Tensor:
+    mask = torch.ones(WIDTH)
+    if rank == 1:
+        mask[2] = 0.5
+    return model.blocks[3](model.embedding(words) * mask).sum()
+
+
+def other_modes(model: Model, rank: int, words: Tensor) -> Tensor:
+    with torch.set_grad_enabled(rank == 0):
+        x = model.embedding(words)
+    return model.blocks[3](x).sum()
+
+
 def with_history(model: Model, rank: int, words: Tensor) -> Tensor:
     return (model.hidden(words) + 2 * torch.zeros(WIDTH, requires_grad=True)).sum()
 

@@ -20,10 +20,15 @@ from tests.unit.values.models import (
     layer_inside,
     number_of_values,
     on_stages,
+    other_draws,
+    other_keywords,
     other_layers,
     other_memory,
+    other_modes,
     other_numbers,
     other_operations,
+    other_slices,
+    other_tensors,
     plainly,
     refused,
     require_same,
@@ -96,7 +101,19 @@ def failure_of(step: object) -> str:
     return "\n".join(outcome.message for outcome in outcomes if outcome.failed)
 
 
-@pytest.mark.parametrize("step", [other_operations, other_numbers, other_layers])
+@pytest.mark.parametrize(
+    "step",
+    [
+        other_operations,
+        other_numbers,
+        other_layers,
+        other_keywords,
+        other_slices,
+        other_draws,
+        other_tensors,
+        other_modes,
+    ],
+)
 def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..., object]) -> None:
     said = failure_of(step)
     assert "run different programs" in said
