@@ -148,8 +148,11 @@ class Arguments:
         depend on values."""
 
     def _scan(self, x: Any) -> Any:
-        if type(x) in _SIMPLE:
-            return (type(x), x)
+        cls = type(x)
+        if cls in _SIMPLE:
+            if cls is int:
+                self._note_number(x)
+            return (cls, x)
         if isinstance(x, Tensor):
             number = self._tensor_numbers.get(id(x))
             if number is None:

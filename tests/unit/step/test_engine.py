@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, kept
@@ -19,15 +19,21 @@ KEY, PLACE = Key(1, 1, 0, Kind.VALUE, 0, 1), Place("layer", 0, "model.py:1")
 
 def core_with(mailbox: Any) -> Any:
     """As much of a core as a suspended step uses."""
-    streams = RandomStreams(CPU)
     return SimpleNamespace(
-        mailbox=mailbox, stage=0, device=CPU, digest=0, seed=0, switched={}, streams=streams
+        mailbox=mailbox,
+        stage=0,
+        device=CPU,
+        digest=0,
+        last=("", ""),
+        seed=0,
+        switched={},
+        generators=generators_of(CPU),
     )
 
 
 def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
     message = Message(None, None, PLACE)
-    mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
+    mailbox = SimpleNamespace(num_stages=2, has=lambda _: False, take=lambda *_: message)
     core = core_with(mailbox)
     seen: list[Any] = []
 
@@ -59,7 +65,7 @@ def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
 
 def test_no_step_is_suspended_in_inference_mode() -> None:
     message = Message(None, None, PLACE)
-    mailbox = SimpleNamespace(has=lambda _: False, take=lambda *_: message)
+    mailbox = SimpleNamespace(num_stages=2, has=lambda _: False, take=lambda *_: message)
     core = core_with(mailbox)
 
     def body(microbatch: SuspendableMicrobatch) -> Message:

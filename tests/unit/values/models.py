@@ -586,8 +586,10 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
     with core.placed(), core.seeing_parameters():
         for number, batches in enumerate(steps):
             for loss in engine.run(number, batches, model.step, row):
-                assert isinstance(loss, Value)
-                here = loss.account.tensor if loss.account.owner == mailbox.stage else None
+                # On one stage it is a plain tensor.
+                here = loss
+                if isinstance(loss, Value):
+                    here = loss.account.tensor if loss.account.owner == mailbox.stage else None
                 losses.append(None if here is None else here.item())
             if optimizer is None and core.held():
                 optimizer = torch.optim.AdamW(core.held().values(), lr=0.01)
