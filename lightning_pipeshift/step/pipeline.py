@@ -43,7 +43,13 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserS
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import digest_of, gathered, kept, of_stage
+from lightning_pipeshift.values.gathering import (
+    digest_of,
+    gathered,
+    kept,
+    of_stage,
+    require_same_program,
+)
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
@@ -252,6 +258,8 @@ class ValuePipeline(Pipeline):
         posted = posted or self._begin_digests(tree)
         self.meets()
         if len(set(posted.wait().tolist())) > 1:
+            # Values of different programs have different names.
+            require_same_program(core, self._share)
             first = channels.ranks.index(min(channels.ranks))
             tree = of_stage(first, tree, channels.stage, self._share, core.mailbox.offered)
         held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]

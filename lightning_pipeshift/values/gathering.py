@@ -91,6 +91,30 @@ def of_stage(source: int, tree: Any, stage: int, share: Share, offered: Offered)
     return rebuild(leaves)
 
 
+def require_same_program(core: Core, share: Share) -> None:
+    """Compares what all stages have run. Every stage calls this.
+
+    Raises:
+        LayerError: another stage has run another program.
+    """
+    mine = core.digest, None, core.last
+    found = [share(mine, stage) for stage in range(core.mailbox.num_stages)]
+    for stage, theirs in enumerate(found):
+        _require_same(core, mine, stage, theirs)
+
+
+def _require_same(core: Core, mine: Any, owner: int, theirs: Any) -> None:
+    if theirs[0] == mine[0]:
+        return
+    each = (
+        f"stage {at} ended it at `{label}` ({line})"
+        for at, (*_, (label, line)) in ((core.stage, mine), (owner, theirs))
+    )
+    raise LayerError(
+        f"The ranks have run different programs in a step: {'; '.join(each)}. {ADVICE}"
+    )
+
+
 def gathered(tree: Any, core: Core, share: Share) -> Any:
     """A structure with tensors in host memory in the place of values. Every stage calls this, with
     structures that differ in the values' tensors only.
@@ -112,14 +136,7 @@ def gathered(tree: Any, core: Core, share: Share) -> Any:
         places = [at for at, each in found.items() if each.key.source == owner]
         held = [found[at].tensor for at in places] if owner == stage else []
         theirs, tensors = share((mine, to_host(held)), owner)
-        if theirs[0] != mine[0]:
-            each = (
-                f"stage {at} ended it at `{label}` ({line})"
-                for at, (*_, (label, line)) in ((stage, mine), (owner, theirs))
-            )
-            raise LayerError(
-                f"The ranks have run different programs in a step: {'; '.join(each)}. {ADVICE}"
-            )
+        _require_same(core, mine, owner, theirs)
         if theirs[1] != mine[1] or any(tensor is None for tensor in tensors):
             raise LayerError(
                 "The ranks have logged, returned, or put into a metric, different values in a step,"

@@ -820,7 +820,13 @@ class Microbatch:
             shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
             torch.utils.swap_tensors(tensor, torch.empty(0))
             self._adopt(base, stage)
-            torch.utils.swap_tensors(tensor, base.as_strided(shape, stride, offset))
+            view = base.as_strided(shape, stride, offset)
+            if self._is_alone:
+                # What a weak reference refers to cannot be swapped either.
+                self._living.pop()
+            torch.utils.swap_tensors(tensor, view)
+            if self._is_alone:
+                self._living.append(weakref.ref(cast(Value, tensor)))
             return
         spec = spec_of(tensor)
         account = self.new_account(stage, spec.requires_grad, None, Memory())
