@@ -35,7 +35,8 @@ from lightning_pipeshift.values.layer_contracts import (
     kind_of,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
-from lightning_pipeshift.values.microbatch import DIGEST_MASK, Microbatch
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
 
 # How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has

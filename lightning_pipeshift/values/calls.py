@@ -1,0 +1,337 @@
+"""Calls of layers and operations: each runs at one stage, and all know what it gave and did."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import (
+    USES_OF_ONE,
+    base_of,
+    has_hooks,
+    storage_use_count,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.random_streams import drawing_from
+from lightning_pipeshift.values.account import Memory
+from lightning_pipeshift.values.arguments import (
+    Arguments,
+    Outcome,
+    State,
+    applied,
+    copied,
+    given,
+)
+from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
+from lightning_pipeshift.values.transfers import Transfers
+from lightning_pipeshift.values.value import (
+    PLACED,
+    Spec,
+    StepBuffer,
+    StepParameter,
+    Value,
+    run_by,
+    user_line,
+    version_in,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+class Call(NamedTuple):
+    """A call of a layer or an operation.
+
+    Args:
+        function: runs it at its stage, on plain tensors: ``(parameters of other stages by name,
+            args, kwargs)``.
+        args: its arguments, as the user gave them.
+        kwargs: its keyword arguments.
+        arguments: what is in them.
+        contract: ``None`` if what it gives depends on values.
+        stage: where it runs.
+        label: names it in messages.
+        stream: the key of its random numbers.
+        parameters: the layer's, by name.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: Arguments
+    contract: Contract | None
+    stage: int
+    label: str
+    stream: tuple[int | str, ...]
+    parameters: Sequence[tuple[str, Tensor]] = ()
+
+
+class Calls(Transfers):
+    """A program whose calls run at one stage each."""
+
+    def _call(self, call: Call) -> Any:
+        contract, arguments, stage = call.contract, call.arguments, call.stage
+        with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
+        for at, needs in contract.written.items() if contract is not None else ():
+            target = arguments.tensors[at]
+            if not isinstance(target, PLACED):
+                self._require_own(target, call.label, needs)
+                self._adopt(target, stage)
+        here: dict[int, Tensor] = {}
+        for at, tensor in enumerate(arguments.tensors):
+            if contract is not None and at not in contract.used:
+                continue
+            if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
+                self._require_leaf(tensor, call)
+                self._adopt(tensor, stage)
+            if not isinstance(tensor, PLACED):
+                if contract is not None:
+                    # If nobody knows what a call does, it may fill uninitialised memory.
+                    self._note_common(tensor)
+            else:
+                if contract is not None and at in contract.written:
+                    self._require_writable(call, at, with_gradient)
+                plain = self.bring(tensor, stage, with_gradient, call.label)
+                if plain is not None:
+                    here[at] = plain
+        others: dict[str, Tensor] = {}
+        for name, parameter in call.parameters:
+            account = self.accounts.get(parameter)
+            has_left = account is not None and account.has_left
+            if self.core.parameter_owners[parameter] != stage or has_left:
+                plain = self.bring(parameter, stage, with_gradient, call.label)
+                if plain is not None:
+                    others[name] = plain
+        if self.stage != stage:
+            return self._expected(call) if contract is not None else self._told(call, here, None)
+        if contract is None or contract.written:
+            # What is on its way must not change.
+            self.mailbox.flush()
+        before, after, written = self._run(call, here, others)
+        if contract is None:
+            return self._told(call, here, (before, after, written))
+        tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
+        require_kept(contract, call.label, tensors, before, after, written)
+        return self._given(call, here, after.new)
+
+    def _run(
+        self, call: Call, here: dict[int, Tensor], others: dict[str, Tensor]
+    ) -> tuple[Outcome, Outcome, list[int]]:
+        """Runs a call at its stage; returns what its arguments held before, what it gave, and the
+        numbers of the tensors that it has written to.
+        """
+        arguments, memo = call.arguments, {}  # type: ignore[var-annotated]
+
+        def plain(tensor: Tensor) -> Tensor:
+            return here.get(arguments.number_of(tensor), tensor)
+
+        with run_by(None), without_torch_function_of_subclasses():
+            args, *kwargs = copied(given(call.args, call.kwargs), plain, memo)
+            nodes = [memo[id(node)] for node in arguments.nodes]
+            tensors = list(map(plain, arguments.tensors))
+            before = Outcome(nodes, tensors)
+            versions = list(map(version_in, tensors))
+            draws_on_host = call.contract is None or call.contract.draws_on_host
+            with drawing_from(self.core.generators, draws_on_host, *call.stream):
+                result = call.function(others, args, dict(kwargs))
+            after = Outcome(nodes, tensors, result)
+            written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
+        return before, after, written
+
+    def _expected(self, call: Call) -> Any:
+        """What stands for the results of a call at another stage, by its contract."""
+        assert call.contract is not None
+        return self._given(call, {}, [None] * len(call.contract.specs))
+
+    def _given(self, call: Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
+        """Makes the values of a call's results, notes its writes, and applies its changes."""
+        contract = call.contract
+        assert contract is not None
+        written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
+        return self._values(
+            call, here, contract.specs, new, contract.result, contract.changes, written
+        )
+
+    def _values(
+        self,
+        call: Call,
+        here: dict[int, Tensor],
+        specs: Sequence[Spec],
+        new: Sequence[Tensor | None],
+        result: Any,
+        changes: dict[int, State],
+        written: dict[int, bool],
+    ) -> Any:
+        values: list[Value] = []
+        memories: list[Memory] = []
+        for spec, tensor in zip(specs, new, strict=True):
+            memory = Memory()
+            if spec.shares is not None and spec.shares < 0:
+                memory = memories[-1 - spec.shares]
+            elif spec.shares is not None:
+                shared = call.arguments.tensors[spec.shares]
+                if isinstance(shared, PLACED):
+                    memory = self.account_of(shared).memory
+            memories.append(memory)
+            account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
+            account.era = self._era
+            if tensor is not None:
+                with without_torch_function_of_subclasses():
+                    self.offer(account)
+            values.append(self.new_value(spec, account))
+        for at, needs_gradient in written.items():
+            target = call.arguments.tensors[at]
+            if not isinstance(target, PLACED):
+                self._adopt(target, call.stage)
+            account = self.account_of(target)
+            sharing = account.memory.write(call.stage)
+            begins = needs_gradient and not account.requires_grad
+            if begins and any(x is not account and not x.requires_grad for x in sharing):
+                # A view's base would need one from here on, and not a tensor that is detached.
+                raise LayerError(
+                    f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
+                    " several tensors share, and that needed none so far. Write into the whole"
+                    " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
+                    " that returns a new one (`torch.cat`, `torch.where`)."
+                )
+            account.requires_grad = account.requires_grad or needs_gradient
+            kept = here.get(at, account.tensor) if self.stage == call.stage else None
+            if isinstance(target, StepBuffer):
+                self.core.move_buffer(target, call.stage, kept)
+                kept = None if kept is None else target
+            account.begin(call.stage, kept)
+            if account.name is not None:
+                self._name(account)
+            if target in self.accounts:
+                self.core.written.add(target)
+            for other in sharing:
+                if other.owner == call.stage:
+                    other.refresh()
+                    if self.stage == call.stage:
+                        with without_torch_function_of_subclasses():
+                            self.offer(other)
+            if isinstance(target, Value):
+                target.has_history = target.has_history or needs_gradient
+                if target.requires_grad != account.requires_grad:
+                    with without_torch_function_of_subclasses():
+                        target.requires_grad_(account.requires_grad)
+        return applied(result, changes, call.arguments, values)
+
+    def _told(
+        self,
+        call: Call,
+        here: dict[int, Tensor],
+        ran: tuple[Outcome, Outcome, list[int]] | None,
+    ) -> Any:
+        """What a call gives whose stage tells the others: it depends on values."""
+        told, new = None, None
+        if ran is not None:
+            before, after, written = ran
+            tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
+            with without_torch_function_of_subclasses():
+                specs = specs_of(after.new, tensors)
+                needs = {at: tensors[at].requires_grad for at in written}
+            for at in written:
+                if at not in here:
+                    self._require_own(tensors[at], call.label, needs[at])
+            told = after.result, after.changes_from(before), specs, needs
+            new = after.new
+        result, changes, specs, written_to = self.tell(told, call.stage, call.label)
+        return self._values(
+            call, here, specs, new or [None] * len(specs), result, changes, written_to
+        )
+
+    def _require_writable(self, call: Call, at: int, with_gradient: bool) -> None:
+        """Raises LayerError if a write would reach a copy only: of a tensor with views, or with a
+        history that stays elsewhere.
+        """
+        assert call.contract is not None
+        target = call.arguments.tensors[at]
+        account = self.account_of(target)
+        stays = isinstance(target, StepParameter) or (isinstance(target, Value) and target.stays)
+        if stays and account.owner != call.stage:
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes to parameters or gradients of several"
+                " stages at once, or in a layer of another stage. Write to each by itself"
+                " (`foreach=False`, or `for p in ...: p.mul_(2)`)."
+            )
+        others = [
+            self.account_of(call.arguments.tensors[other])
+            for other in call.contract.used - {at}
+            if isinstance(call.arguments.tensors[other], PLACED)
+        ]
+        is_away = account.owner != call.stage
+        has_views = account.memory.num_tensors > 1
+        if (
+            (is_away and any(other.memory is account.memory for other in others))
+            or (is_away and account.requires_grad and not with_gradient)
+            or (not is_away and has_views and account.has_left)
+        ):
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes in place to a value that other tensors"
+                " share, or whose gradient another stage computes. Use an operation that returns a"
+                " new tensor (`x = x * 2` in place of `x.mul_(2)`)."
+            )
+
+    def _require_own(self, tensor: Tensor, label: str, needs_gradient: bool) -> None:
+        """Raises LayerError if a common tensor, with the tensor that it is a view of, cannot become
+        a value of one stage: others that share its memory would not.
+        """
+        storage, base = tensor.untyped_storage(), base_of(tensor)
+        is_view = base is not None and type(base) is Tensor and not needs_gradient
+        is_shared = storage_use_count(storage) > USES_OF_ONE + is_view
+        if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
+            raise LayerError(
+                f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
+                " stage has, and whose memory other tensors or arrays share, or that needs a"
+                " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
+                " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
+                " operation that returns a new tensor (`torch.where`, `torch.cat`)."
+            )
+
+    def _require_leaf(self, tensor: Tensor, call: Call) -> None:
+        """Raises LayerError if a common tensor that needs a gradient cannot become a value of the
+        stage that its gradient comes to: others have a part in its gradient.
+        """
+        is_plain = type(tensor) is Tensor and tensor.is_leaf
+        if not is_plain or tensor.grad is not None or has_hooks(tensor):
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) runs at stage {call.stage} only, and uses a tensor"
+                " that every stage has, and whose gradient would come to that stage only. Make it a"
+                " parameter of the module, or a tensor without history, hooks and gradient"
+                " (`x.detach().clone().requires_grad_()`)."
+            )
+
+    def _adopt(self, tensor: Tensor, stage: int) -> None:
+        """Makes a common tensor a value of one stage: that writes into it, or gets the gradient of
+        what is a leaf.
+        """
+        base = base_of(tensor)
+        if base is not None and not tensor.requires_grad:
+            # A write reaches what it is a view of. What has a view cannot be swapped.
+            shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+            torch.utils.swap_tensors(tensor, torch.empty(0))
+            self._adopt(base, stage)
+            view = base.as_strided(shape, stride, offset)
+            if self._is_alone:
+                # What a weak reference refers to cannot be swapped either.
+                self._living.pop()
+            torch.utils.swap_tensors(tensor, view)
+            if self._is_alone:
+                self._living.append(weakref.ref(cast(Value, tensor)))
+            return
+        spec = spec_of(tensor)
+        account = self.new_account(stage, spec.requires_grad, None, Memory())
+        account.era = self._era if spec.requires_grad else None
+        value = Value(spec, self.core.device, account)
+        torch.utils.swap_tensors(tensor, value)
+        # Now the user's object is the value, and the other one has the memory.
+        if self._is_alone:
+            self._living.append(weakref.ref(cast(Value, tensor)))
+        if self.stage == stage:
+            self.account_of(tensor).begin(stage, value)

@@ -1,0 +1,263 @@
+"""Where a microbatch's values are: they are brought to the stages that use or read them."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
+from lightning_pipeshift.values.account import Account, Memory
+from lightning_pipeshift.values.arguments import (
+    Arguments,
+    copied,
+    given,
+)
+from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
+from lightning_pipeshift.values.program import NotedProgram
+from lightning_pipeshift.values.value import (
+    PLACED,
+    Spec,
+    StepParameter,
+    Value,
+    name_of,
+    run_by,
+    user_line,
+)
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.core import Core
+
+
+# Values up to this size are kept to the end of the next run, for stages that read them alone.
+_KEPT_BYTES = 4096
+
+
+class Transfers(NotedProgram):
+    """The values and parameters of a program."""
+
+    def __init__(self, core: Core, run_number: int, turn: int) -> None:
+        super().__init__(core, run_number, turn)
+        self.accounts: dict[Tensor, Account] = {}
+        self._num_values = 0
+        self._is_alone = core.mailbox.num_stages == 1
+        self._living: list[weakref.ref[Value]] = []
+        """On the only stage, all values."""
+        self._new_token()
+
+    def release(self) -> None:
+        """Lets go of all tensors. On the only stage, values that other code still has become their
+        tensors: nothing else differs from a step without this core.
+        """
+        living = [value for each in self._living if (value := each()) is not None]
+        # Those that refer to a tensor must be gone when it is swapped.
+        self._living.clear()
+        with without_torch_function_of_subclasses(), torch.enable_grad():
+            for value in living:
+                tensor = value.account.tensor
+                assert tensor is not None
+                # What autograd has saved cannot be swapped, but what shares its memory can.
+                view = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                torch.utils.swap_tensors(value, view)
+        self._new_token()
+        self.accounts.clear()
+
+    def _new_token(self) -> None:
+        self._token = torch.zeros((), device=self.core.device, requires_grad=True)
+        self._has_ends = False
+        self.first_gradient: tuple[Key, Place] | None = None
+        """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
+
+    def account_of(self, tensor: Tensor) -> Account:
+        """The account of a value or a parameter."""
+        if isinstance(tensor, Value):
+            return tensor.account
+        account = self.accounts.get(tensor)
+        if account is None:
+            owner = self.core.parameter_owners[tensor]
+            account = self.accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            self._begin_parameter(tensor, account)
+        return account
+
+    def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
+        """Resets the account of a parameter or buffer to the stages that hold it."""
+        holders = {account.owner}
+        if tensor not in self.core.written:
+            holders.update(self.core.holders(tensor))
+        account.begin(account.owner, tensor if self.stage in holders else None)
+        account.holders = holders
+
+    def bring(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:
+        """Brings a value to a stage.
+
+        Args:
+            tensor: the value or parameter.
+            stage: which uses it.
+            with_gradient: whether its gradient is needed.
+            label: of what uses it.
+
+        Returns:
+            the plain tensor at that stage, ``None`` at the others.
+        """
+        account = self.account_of(tensor)
+        account.refresh()
+        if stage not in account.holders:
+            self._send(account, tensor, stage, label)
+        if with_gradient and account.requires_grad:
+            self._require_new(tensor, label)
+            if account.last != stage:
+                self._lead_chain(account, stage, label)
+            return account.link if self.stage == stage else None
+        return account.tensor if self.stage == stage else None
+
+    def _require_new(self, tensor: Tensor, label: str) -> None:
+        """Raises LayerError for a value whose way back an earlier backward has used."""
+        if isinstance(tensor, Value) and tensor.account.era not in (None, self._era):
+            raise LayerError(
+                f"`{label}` ({user_line()}) needs the gradient of a value that was computed before"
+                " an earlier `backward`, or in an earlier step. With several stages a `backward`"
+                " uses up all ways back: compute the value again, `detach()` it, or call `backward`"
+                " once for the sum of the losses."
+            )
+
+    @property
+    def _era(self) -> tuple[int, int, int]:
+        return self._run_number, self.turn, self._num_backwards
+
+    def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
+        key = self._key(account.owner, Kind.VALUE)
+        if self.stage == account.owner:
+            with without_torch_function_of_subclasses():
+                self.mailbox.send(stage, key, self._place(label), account.tensor)
+        elif self.stage == stage:
+            message = self.receive(key, self._place(label))
+            with without_torch_function_of_subclasses():
+                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+        account.holders.add(stage)
+
+    def _lead_chain(self, account: Account, stage: int, label: str) -> None:
+        """Leads the chain of a value's consumers to another stage."""
+        last, account.last = account.last, stage
+        account.has_left = True
+        key = self._key(stage, Kind.GRADIENT)
+        if self.stage not in (last, stage):
+            return
+        way = Way(self, key, self._place(label), last)
+        self._has_ends = True
+        with without_torch_function_of_subclasses():
+            if self.stage == last:
+                assert account.link is not None
+                self._token = gradient_from_later(self._token, account.link, way)
+                self.first_gradient = key, way.place
+            else:
+                assert account.tensor is not None
+                self._token, account.link = gradient_to_earlier(self._token, account.tensor, way)
+                self.first_gradient = None
+
+    def new_account(
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory
+    ) -> Account:
+        """The account of the microbatch's next value."""
+        account = Account(owner, requires_grad, tensor, memory)
+        self._name(account)
+        return account
+
+    def new_value(self, spec: Spec, account: Account) -> Value:
+        """The value of an account."""
+        value = Value(spec, self.core.device, account)
+        if self._is_alone:
+            self._living.append(weakref.ref(value))
+        return value
+
+    def _name(self, account: Account) -> None:
+        self._num_values += 1
+        # With the digest: where another stage runs other operations, it has no value of this name,
+        # and a read ends with an error in place of another value's number.
+        number = (self.digest << 15) + (self._num_values & 0x7FFF)
+        account.name = self._run_number, self.turn, number
+
+    def tell(self, told: Any, stage: int, label: str) -> Any:
+        """Sends what one stage knows to all; returns it."""
+        key = self._key(stage, Kind.TOLD)
+        if self.stage != stage:
+            message = self.receive(key, self._place(label))
+            assert message.data is not None
+            return pickle.loads(message.data.numpy().tobytes())
+        data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+        for other in range(self.mailbox.num_stages):
+            if other != stage:
+                self.mailbox.send(other, key, self._place(label), data)
+        return told
+
+    def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function that reads values into Python, on this rank. Other ranks need not read
+        them: so this is no operation of the program.
+        """
+        label = name_of(function)
+        arguments = Arguments(given(args, kwargs), id)
+        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
+        plain = {id(x): self._read_here(x, label) for x in placed}
+        with run_by(None), without_torch_function_of_subclasses():
+            plain_args, *plain_kwargs = copied(
+                given(args, kwargs), lambda x: plain.get(id(x), x), {}
+            )
+            return function(*plain_args, **dict(plain_kwargs))
+
+    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+        """A value's tensor without its gradient. The owner tells it to all stages; another stage
+        asks for it, since the owner may not read it.
+        """
+        if isinstance(tensor, StepParameter) and tensor not in self.core.parameter_owners:
+            # No operation has used it, so every stage has it. A read must not place it: the other
+            # stages may not read it.
+            with without_torch_function_of_subclasses():
+                return tensor.detach()
+        account = self.account_of(tensor)
+        account.refresh()
+        here, key = account.tensor, self._read_key(account, tensor)
+        if account.owner == self.stage:
+            assert here is not None
+            with without_torch_function_of_subclasses():
+                here = here.detach()
+                self.mailbox.tell(key, self._place(label), here)
+        elif here is None and account.seen is not None and account.seen[0] == account.version:
+            here = account.seen[1]
+        elif here is None:
+            place = self._place(label)
+            if not self.mailbox.has(key):
+                self.mailbox.ask(key, place)
+            message = self.receive(key, place)
+            with without_torch_function_of_subclasses():
+                here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+            account.seen = account.version, here
+        return here.detach()
+
+    def _read_key(self, account: Account, tensor: Tensor) -> Key:
+        if account.name is None:
+            # A parameter: it changes between two steps, but not in one.
+            number = -1 - self.core.parameter_numbers[tensor]
+            part = self._num_backwards
+            return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
+        return key_of(account)
+
+    def offer(self, account: Account) -> None:
+        """Lets other stages ask for a value of this one, if it is small."""
+        tensor = account.tensor
+        if account.name is None or tensor is None or self.mailbox.num_stages == 1:
+            return
+        is_small = tensor.nbytes <= _KEPT_BYTES
+        self.mailbox.offer(key_of(account), tensor.detach() if is_small else None)
+
+
+def key_of(account: Account) -> Key:
+    """Of the message that carries a value to a stage that reads it."""
+    assert account.name is not None
+    run, turn, number = account.name
+    return Key(account.owner, run, turn, Kind.READ, account.version, number)
