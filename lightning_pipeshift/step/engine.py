@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -67,11 +68,12 @@ class SuspendableMicrobatch(Microbatch):
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for; ``None`` if it waits for the end of
         all earlier steps."""
-        self.level, self.used = 0, set[str]()
+        self.level, self.used, self.changed = 0, set[str](), set[str]()
         self._tails, self._live = tails, live
         self._stalled_at = ""
         self._engine, self._outside = getcurrent(), outside
         self._greenlet = greenlet(partial(self._step_through, body))
+        self._greenlet.gr_context = copy_context()
         self._stream = core.seed, step, turn
 
     def _step_through(self, body: Callable[[Any], Any]) -> None:
@@ -81,7 +83,7 @@ class SuspendableMicrobatch(Microbatch):
         self.note_generators()
         self.flags = {x: x.requires_grad for x in self.core.switched}
         if self._tails is not None:
-            self._tails.end_step(self)
+            self._tails.end_step()
         self.is_done = True
 
     def advance(self) -> None:
@@ -153,11 +155,18 @@ class SuspendableMicrobatch(Microbatch):
         """
         if running() is not self or torch.is_inference_mode_enabled():
             raise LayerError(
-                f"The step uses `{name}` ({user_line()}) in inference mode or in a layer, and"
-                " changes it in front of a read or behind it. Use it outside of these."
+                f"The step uses `{name}` ({user_line()}) in inference mode, where it cannot wait"
+                " for the step before. Use `torch.no_grad()`, or use it outside of inference mode."
             )
         self._stalled_at = name and f"`{name}` ({user_line()})"
         self._suspend(None)
+
+    def writes_placed(self) -> None:
+        """See :class:`Calls`."""
+        if self._tails is not None:
+            self._tails.forbid(
+                "writes to a parameter or a buffer of a layer", "Do it between steps"
+            )
 
     def enters_layer(self, number: int) -> None:
         """See :class:`Microbatch`."""
@@ -165,7 +174,7 @@ class SuspendableMicrobatch(Microbatch):
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
             core = self.core
-            self._tails.use(f"layer {core.names[number]}", None, bool(core.buffers[number]))
+            self._tails.use(f"layer {core.names[number]}", bool(core.buffers[number]))
 
 
 class Engine:

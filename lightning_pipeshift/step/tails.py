@@ -1,34 +1,33 @@
 """Whether a microbatch's step may begin while an earlier one waits for what it reads.
 
-A read (``loss.item()``) ends a part of a step; what is behind the last one is its tail. Other
-microbatches' parts may run before a part that waits. User code must not notice: it has to find what
-it would find if each step ran as a whole before the next one. Two things see to that.
+A read (``loss.item()``) ends a part of a step; what is behind the last one is its tail. While a
+part waits for its read, the next microbatch's step may begin: it runs ahead. User code must not
+notice: it has to find what it would find if each step ran as a whole before the next one.
 
-Trained numbers: only a wait for a value of a later stage is passed. So the last stage runs all
-steps in their order, and messages compare what the others run with that: other numbers end with an
-error.
-
-Everything else, and so that there is no such error: what a part uses of the Python state outside of
-layers is noted, attribute by attribute. An attribute that parts in front of a read and parts behind
-it use, and one of them changes, makes a step that is ahead wait where it comes to it, until the
-steps before it have ended. The first steps are only watched. State that is not in attributes of the
-module and its parts (globals, variables of enclosing functions, attributes of classes), and
-attributes of layers, cannot be watched like this: if the steps change it, none of them runs ahead.
+- Only waits for values of a later stage let others run ahead. So the last stage runs all steps in
+  their order. Messages compare what the other stages run with that.
+- What a part uses of the attributes of modules outside of layers is noted. A step that is ahead may
+  use what cannot change by itself (numbers, texts, modules). Where it comes to anything else, or to
+  an attribute that an earlier step may still set, or has to see as it is, it waits until all
+  earlier steps have ended. An attribute that a step sets or uses too late, since none has done so
+  before, is an error.
+- Steps that set attributes of layers, write to parameters, or change state that is in no attribute
+  of a module (globals, variables of enclosing functions, attributes of classes), never run ahead.
+  Of the latter, the first steps are watched.
 """
 
 from __future__ import annotations
 
 import dis
+import enum
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from pathlib import PurePath
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,31 +36,30 @@ from lightning_pipeshift.values.arguments import is_node, parts_of
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard
 from lightning_pipeshift.values.layer_state import NO_STATE
-from lightning_pipeshift.values.value import Value, user_line, version_in
+from lightning_pipeshift.values.value import running, user_line, version_in
 
 # How many runs with reads are watched before a step may run ahead.
 _WATCHED_RUNS = 2
 # Parts behind this one count as one.
 _MOST_PARTS = 30
 # What is beyond that in an object is not compared.
-_MOST_CONTENTS = 10_000
+_MOST_CONTENTS = 100_000
 _PLAIN = (int, float, str, bytes, type(None))
 _FIXED = (
     nn.Module,
     nn.Parameter,
     *_PLAIN,
     type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
     types.ModuleType,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
     PurePath,
 )
 _LIBRARIES = frozenset(
     {"lightning", "lightning_fabric", "lightning_pipeshift", "logging", "pytorch_lightning"}
     | {"torch"}
 )
-_MISSING = object()
 
 
 class Part(Protocol):
@@ -71,6 +69,8 @@ class Part(Protocol):
     """How many values of later stages it has read so far."""
     used: set[str]
     """What it has used so far."""
+    changed: set[str]
+    """What it has set so far."""
 
     def followers(self) -> Iterable[Part]:
         """The later microbatches' steps that have begun."""
@@ -96,18 +96,23 @@ class Tails:
     ) -> None:
         self._core, self._say, self._num_to_watch = core, say, num_watched
         inside = {module for layer in core.layers for module in layer.modules()}
-        self._modules = {
-            id(module): (f"self.{name}" if name else "self", module)
+        self._labels = {
+            id(module): f"self.{name}" if name else "self"
             for name, module in core.module.named_modules()
+        }
+        self._seen = {
+            id(module): type(module)
+            for module in core.module.modules()
             if module not in inside and _library_of(type(module)) != "torch"
         }
+        """The modules whose attributes are seen when they are used, not only when they are set."""
         self._outside = _state_outside(type(core.module))
         self._touched: dict[str, int] = {}
         """By the attribute's name: a bit for each part that uses it."""
         self._changed: set[str] = set()
-        self._before: dict[str, tuple[Any, Any]] = {}
         self._outside_before: list[Any] = []
         self._num_watched, self._has_read = 0, True
+        self._hindrance = "", ""
         self._is_watching = self._is_said = False
         self.reason = ""
         """Why no step runs ahead in this training; empty if steps may."""
@@ -133,36 +138,58 @@ class Tails:
             yield
             return
         core, self._has_read = self._core, False
-        num_written = len(core.written)
         self._begin_part()
-        with ExitStack() as stack:
-            for cls in {type(module) for _, module in self._modules.values()}:
-                stack.enter_context(_intercepted(cls))
-            _WATCHERS.update(dict.fromkeys(self._modules, self))
-            stack.callback(lambda: [_WATCHERS.pop(each, None) for each in self._modules])
-            self._is_watching = True
-            yield
-        self._is_watching = False
+        try:
+            with ExitStack() as stack:
+                classes: set[type] = {nn.Module, *self._seen.values()}
+                for cls in classes:
+                    stack.enter_context(_intercepted(cls))
+                _WATCHERS.update(dict.fromkeys(self._labels, self))
+                stack.callback(lambda: [_WATCHERS.pop(each, None) for each in self._labels])
+                self._is_watching = True
+                yield
+        finally:
+            self._is_watching = False
         self._num_watched += self._has_read
-        if len(core.written) > num_written or core.switched:
-            self._never("writes to parameters, or freezes or thaws some", "Do it between steps")
+        if core.switched:
+            self._hinder("freezes or thaws parameters", "Do it between steps")
         for number, state in enumerate(core.states):
             if state:
                 name = f"{core.names[number]}.{state[0].path}.{state[0].name}".replace("..", ".")
-                self._never(f"runs a layer that changes its attribute `{name}`", "Return it")
+                self._hinder(f"runs a layer that changes its attribute `{name}`", "Return it")
             if any(is_heard(module) for _, module in core.modules[number]):
-                self._never(
-                    f"calls forward hooks of the layer `{core.names[number]}`", "Remove them"
-                )
-
-    def _never(self, what: str, advice: str) -> None:
-        if self._has_read and not self.reason:
-            self.reason = what
+                what = f"calls forward hooks of the layer `{core.names[number]}`"
+                self._hinder(what, "Remove them")
+        if self._has_read and self._hindrance[0]:
+            self.reason, advice = self._hindrance
             self._say(
-                f"A step that reads values {what}. So each microbatch's step waits for"
+                f"A step that reads values {self.reason}. So each microbatch's step waits for"
                 " what it reads before the next one begins, and stages idle meanwhile."
                 f" {advice}, or read the values in `on_train_batch_end`."
             )
+
+    def _hinder(self, what: str, advice: str) -> None:
+        """Notes why steps of this training never run ahead."""
+        if not self._hindrance[0]:
+            self._hindrance = what, advice
+
+    def forbid(self, what: str, advice: str) -> None:
+        """The running step does what no step may do where others run ahead.
+
+        Raises:
+            LayerError: one is ahead.
+        """
+        part = self.current
+        if part is None:
+            return
+        if part.is_ahead():
+            part.stall(what)
+        if any(True for _ in part.followers()):
+            raise LayerError(
+                f"The step {what} ({user_line()}) behind a read. No step has done so before, and"
+                f" the next microbatch's step has begun. {advice}, or do it in every step."
+            )
+        self._hinder(what, advice)
 
     # --- parts ---
 
@@ -170,88 +197,81 @@ class Tails:
         """The running step has read a value of a later stage."""
         self._has_read = True
         if torch.is_inference_mode_enabled():
-            self._never("reads some in inference mode", "Use `torch.no_grad()`")
-        self._end_part(part)
+            self._hinder("reads some in inference mode", "Use `torch.no_grad()`")
+        self._end_part()
         part.level += 1
         self._begin_part()
         if self._is_new:
-            for name in _set_later(type(self._core.module)):
-                for label, _ in self._modules.values():
-                    self._note(f"{label}.{name}", part, True)
+            for name in _set_later({type(self._core.module), *self._seen.values()}):
+                for module in self._seen:
+                    self._note(f"{self._labels[module]}.{name}", part, True)
 
     def _begin_part(self) -> None:
         if self._is_new:
             self._outside_before = [_Content(find()) for _, find in self._outside]
 
-    def _end_part(self, part: Part) -> None:
-        for name, (x, before) in self._before.items():
-            if _Content(x) != before:
-                self._changed.add(name)
-        self._before.clear()
+    def _end_part(self) -> None:
         if self._is_new:
             for (name, find), before in zip(self._outside, self._outside_before, strict=True):
                 if _Content(find()) != before:
-                    self._never(f"changes {name}", "Keep it in an attribute of the module")
+                    self._hinder(f"changes {name}", "Keep it in an attribute of the module")
 
-    def end_step(self, part: Part) -> None:
+    def end_step(self) -> None:
         """The running step has ended."""
-        self._end_part(part)
+        self._end_part()
         self._begin_part()
 
     # --- attributes ---
 
     def use_attribute(self, module: nn.Module, name: str, sets: bool) -> None:
-        """User code gets or sets an attribute of a module."""
-        if self.current is None or name in NO_STATE or name.startswith("__"):
+        """Code gets or sets an attribute of a module."""
+        # Inside of a layer another rule holds: its owner alone runs it.
+        program: object = running()
+        if self.current is None or program is not self.current or name.startswith("__"):
             return
-        table = object.__getattribute__(module, "__dict__")
-        value = table.get(name, _MISSING)
-        if value is _MISSING:
-            value = table.get("_buffers", {}).get(name, _MISSING)
-        if value is _MISSING and not sets:
-            return
-        self.use(f"{self._modules[id(module)][0]}.{name}", value, sets)
+        label = f"{self._labels[id(module)]}.{name}"
+        if id(module) not in self._seen or name == "training":
+            if sets:
+                self.forbid(f"sets the attribute `{label}`", "Set it between steps")
+        elif name not in NO_STATE:
+            table = object.__getattribute__(module, "__dict__")
+            value = table.get(name, table["_buffers"].get(name))
+            self.use(label, sets, _is_fixed(value))
 
-    def use(self, name: str, value: Any, changes: bool) -> None:
+    def use(self, name: str, changes: bool, is_fixed: bool = True) -> None:
         """The running step uses something; it waits if it has to.
 
         Args:
             name: of what it uses.
-            value: what it is now; it may be changed later by what gets it now.
-            changes: whether the step changes it now.
+            changes: whether the step sets it now.
+            is_fixed: whether it can only be changed by being set.
+
+        Raises:
+            LayerError: a later step has used it already, which no step has done before.
         """
         part = self.current
         if part is None:
             return
+        self._note(name, part, changes)
+        if part.is_ahead():
+            is_used_later = self._touched[name] >> (min(part.level, _MOST_PARTS - 1) + 1)
+            if not (changes or is_fixed) or (name in self._changed and is_used_later):
+                part.stall(name)
         part.used.add(name)
-        if changes and name not in self._changed:
-            self._require_new(name, part)
-        bit = 1 << min(part.level, _MOST_PARTS)
-        before = self._note(name, part, changes)
-        if name not in self._changed and not _is_fixed(value):
-            if not _can_be_compared(value) or (not self._is_new and before and not before & bit):
-                # Or it is used by other parts than it was when it was compared.
-                self._changed.add(name)
-            elif self._is_new:
-                self._before.setdefault(name, (value, _Content(value)))
-        if name in self._changed and self._touched[name] >> (part.level + 1) and part.is_ahead():
-            part.stall(name)
+        if changes:
+            part.changed.add(name)
+        for other in part.followers():
+            if name in other.changed or (changes and name in other.used):
+                raise LayerError(
+                    f"The step uses `{name}` ({user_line()}) behind a read. No step has done so"
+                    " before, and the next microbatch's step has used or set it already. Set it in"
+                    " `on_train_batch_end`, or use it in every step."
+                )
 
-    def _note(self, name: str, part: Part, changes: bool) -> int:
-        """Notes a use; returns the parts that were known to use it."""
-        before = self._touched.get(name, 0)
-        self._touched[name] = before | 1 << min(part.level, _MOST_PARTS)
+    def _note(self, name: str, part: Part, changes: bool) -> None:
+        self._touched[name] = self._touched.get(name, 0) | 1 << min(part.level, _MOST_PARTS)
         if changes:
             self._changed.add(name)
-        return before
-
-    def _require_new(self, name: str, part: Part) -> None:
-        if any(name in one.used for one in part.followers()):
-            raise LayerError(
-                f"The step changes `{name}` ({user_line()}) behind a read, which no step has done"
-                " before, and the next microbatch's step has used it already. Change it in"
-                " `on_train_batch_end`, or assign it in every step, whether it changes or not."
-            )
 
     def say_early_wait(self, where: str) -> None:
         """Says once that steps wait for each other in front of layers.
@@ -262,10 +282,10 @@ class Tails:
         if not self._is_said:
             self._is_said = True
             self._say(
-                f"Steps use {where} in front of a layer; the part of the step behind a"
-                " read (`loss.item()`) uses it, too, and one of them changes it. So each"
-                " microbatch's step waits there for the end of the one before, and stages idle"
-                " meanwhile. Change it in `on_train_batch_end`, or use it behind the read only."
+                f"A step that reads values uses {where} in front of a layer, where the step before"
+                " it may still change it. So each microbatch's step waits there for the end of the"
+                " one before, and stages idle meanwhile. Use it behind the layers only, or keep"
+                " plain numbers, texts or tuples of them in it."
             )
 
 
@@ -282,9 +302,11 @@ _USES = {"__getattribute__": False, "__setattr__": True, "__delattr__": True}
 def _intercepted(cls: type) -> Iterator[None]:
     """Context in which uses of attributes of a class's objects are told to who watches these."""
     count, own = _INTERCEPTED.get(cls, (0, {}))
+    # Of torch's own modules only what sets attributes: others are too many.
+    uses = {name: sets for name, sets in _USES.items() if sets or cls is not nn.Module}
     if not count:
-        own = {name: vars(cls)[name] for name in _USES if name in vars(cls)}
-        for name, sets in _USES.items():
+        own = {name: vars(cls)[name] for name in uses if name in vars(cls)}
+        for name, sets in uses.items():
             setattr(cls, name, _telling(getattr(cls, name), sets))
     _INTERCEPTED[cls] = count + 1, own
     try:
@@ -294,7 +316,7 @@ def _intercepted(cls: type) -> Iterator[None]:
         if count > 1:
             _INTERCEPTED[cls] = count - 1, own
         else:
-            for name in _USES:
+            for name in uses:
                 if name in own:
                     setattr(cls, name, own[name])
                 else:
@@ -311,9 +333,9 @@ def _telling(method: Callable[..., Any], sets: bool) -> Callable[..., Any]:
     return use
 
 
-def _set_later(root: type) -> set[str]:
+def _set_later(classes: Iterable[type]) -> set[str]:
     """The names of attributes that functions which run now may still set, and so may the methods of
-    a class that they call.
+    classes that they call.
     """
     found: set[str] = set()
     names: set[str] = set()
@@ -327,7 +349,7 @@ def _set_later(root: type) -> set[str]:
     while todo:
         name = todo.pop()
         seen.add(name)
-        for cls in root.__mro__:
+        for cls in {base for each in classes for base in each.__mro__}:
             method = vars(cls).get(name)
             if isinstance(method, types.FunctionType) and _library_of(cls) not in _LIBRARIES:
                 sets, gets = _code_from(method.__code__, -1)
@@ -357,22 +379,10 @@ def _library_of(cls: type) -> str:
 
 def _is_fixed(x: Any) -> bool:
     """Whether nothing in an object changes, as far as steps are concerned."""
-    if isinstance(x, tuple):
-        return all(map(_is_fixed, x))
-    return isinstance(x, _FIXED) or x is _MISSING or _library_of(type(x)) in _LIBRARIES
-
-
-def _can_be_compared(x: Any) -> bool:
-    """Whether :func:`_content` tells all of an object: one with hidden state (a generator of random
-    numbers, a file) has its own way to be pickled, or none.
-    """
-    if isinstance(x, Value):
-        return False
-    if isinstance(x, Tensor | tuple | list | dict | set | deque | np.ndarray):
-        return True
-    names = "__reduce__", "__reduce_ex__", "__getstate__"
-    is_plain = all(getattr(type(x), name, None) is getattr(object, name, None) for name in names)
-    return is_node(x) and is_plain
+    if type(x) is tuple:
+        return len(x) <= _MOST_PARTS and all(map(_is_fixed, x))
+    is_of_lightning = _library_of(type(x)) in _LIBRARIES - {"torch"} and not isinstance(x, dict)
+    return isinstance(x, _FIXED) or is_of_lightning
 
 
 class _Content:
@@ -383,13 +393,13 @@ class _Content:
         # Kept, so that no `id` is used again.
         self._seen: dict[int, Any] = {}
         todo = [x]
-        while todo and len(self._seen) < _MOST_CONTENTS:
+        while todo and len(self._found) < _MOST_CONTENTS:
             one = todo.pop()
             if isinstance(one, _PLAIN):
                 self._found += type(one), one
                 continue
             self._found.append(id(one))
-            if id(one) in self._seen or _is_fixed(one):
+            if id(one) in self._seen or isinstance(one, _FIXED):
                 continue
             self._seen[id(one)] = one
             if isinstance(one, Tensor):
@@ -439,7 +449,9 @@ def _state_outside(root: type) -> list[tuple[str, Callable[[], Any]]]:
             for name, x in list(vars(one).items()):
                 function = getattr(x, "fget", None) or getattr(x, "__func__", x)
                 if isinstance(function, types.FunctionType):
-                    todo.append(function)
+                    # Not what intercepts uses of attributes.
+                    if function.__module__.partition(".")[0] not in _LIBRARIES:
+                        todo.append(function)
                 elif not name.startswith("__"):
                     add(
                         f"the attribute `{name}` of the class `{one.__name__}`",
@@ -460,7 +472,9 @@ def _state_outside(root: type) -> list[tuple[str, Callable[[], Any]]]:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
+            yield each.argval
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _names_in(each)

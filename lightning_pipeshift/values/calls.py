@@ -201,6 +201,8 @@ class Calls(Transfers):
                 )
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
+            if isinstance(target, StepBuffer | StepParameter):
+                self.writes_placed()
             if isinstance(target, StepBuffer):
                 self.core.move_buffer(target, call.stage, kept)
                 kept = None if kept is None else target
@@ -221,6 +223,9 @@ class Calls(Transfers):
                     with without_torch_function_of_subclasses():
                         target.requires_grad_(account.requires_grad)
         return applied(result, changes, call.arguments, values)
+
+    def writes_placed(self) -> None:
+        """Called where an operation writes to a parameter, or to a buffer of a layer."""
 
     def _told(
         self,
