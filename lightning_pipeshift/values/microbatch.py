@@ -172,7 +172,6 @@ class Microbatch(Calls):
         state, recomputes = core.states[number], self._recomputes
         all_args = tuple(attribute.get(layer) for attribute in state), *args
         arguments = Arguments(given(all_args, kwargs), _described, exact=True)
-        self._note_values(arguments)
         core.place_parameters(
             [x for x in arguments.tensors if isinstance(x, StepParameter)], [stage]
         )
@@ -189,7 +188,6 @@ class Microbatch(Calls):
             hooked,
             core.own_hooks(number),
         )
-        self.note(label, key[1:-3], arguments.numbers)
         try:
             contract = core.contracts[key]
         except KeyError:
@@ -202,6 +200,9 @@ class Microbatch(Calls):
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs, hooks)
             core.keep(key, contract)
+        # Not before: what a stage has learned about a layer's state may differ.
+        self.note(label, key[1:-3], arguments.numbers)
+        self._note_values(arguments)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
