@@ -68,8 +68,9 @@ def python_position() -> Callable[[], int]:
 
 
 def host_mark() -> Any:
-    """What changes with every draw from NumPy's and Python's global generators. Besides the
-    positions, a word of each state: the position is the same again after 624 words.
+    """Returns a mark of NumPy's and Python's global generators: every draw changes it. It consists
+    of the positions in their states, and of a word of each, since a position comes again after 624
+    words.
     """
     global _numpy
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]

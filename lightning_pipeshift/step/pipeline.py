@@ -66,7 +66,7 @@ class _Recorder(LogRecorder):
 
     @property
     def records(self) -> list[LoggedValue]:
-        """What the step that runs has logged."""
+        """The logs of the step that runs now."""
         return self._by_step.setdefault(running(), [])
 
     @records.setter
@@ -74,7 +74,7 @@ class _Recorder(LogRecorder):
         self._by_step[running()] = records
 
     def take(self) -> list[LoggedValue]:
-        """What the step that runs has logged, once."""
+        """Returns the logs of the step that runs now, and forgets them."""
         return self._by_step.pop(running(), [])
 
 

@@ -68,9 +68,9 @@ class Part(Protocol):
     level: int
     """How many values of later stages it has read so far."""
     used: set[str]
-    """What it has used so far."""
+    """The names of the attributes and layers that it has used so far."""
     changed: set[str]
-    """What it has set so far."""
+    """The names of those that it has set so far."""
 
     def followers(self) -> Iterable[Part]:
         """The later microbatches' steps that have begun."""
@@ -386,7 +386,7 @@ def _is_fixed(x: Any) -> bool:
 
 
 class _Content:
-    """What is in an object, as far as it tells whether the object was changed meanwhile."""
+    """A snapshot of an object's contents. It equals a later one if nothing in them has changed."""
 
     def __init__(self, x: Any) -> None:
         self._found: list[Any] = []

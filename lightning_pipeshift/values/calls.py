@@ -91,7 +91,7 @@ class Calls(Transfers):
                 self._adopt(tensor, stage)
             if not isinstance(tensor, PLACED):
                 if contract is not None:
-                    # If nobody knows what a call does, it may fill uninitialised memory.
+                    # Without a contract, a call may be one that fills uninitialised memory.
                     self._note_common(tensor)
             else:
                 if contract is not None and at in contract.written:
@@ -144,7 +144,7 @@ class Calls(Transfers):
         return before, after, written
 
     def _expected(self, call: Call) -> Any:
-        """What stands for the results of a call at another stage, by its contract."""
+        """Returns placeholders for the results of a call at another stage, by its contract."""
         assert call.contract is not None
         return self._given(call, {}, [None] * len(call.contract.specs))
 

@@ -12,7 +12,6 @@ import itertools
 import os
 import random
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_values import (
     BATCHES,
     MICROBATCHES,
@@ -29,9 +27,8 @@ from tests.end_to_end.test_values import (
     WORDS,
     Base,
     Block,
-    Outcome,
     Running,
-    run_all,
+    trained,
 )
 
 # So many steps are watched before a step runs ahead.
@@ -278,37 +275,18 @@ MODELS = (
 )
 
 
-@lru_cache
-def plainly(folder: str) -> list[Outcome]:
-    """All models in plain Lightning."""
-    (found,) = run_ranks(run_all, 1, None, folder, MODELS)
-    return found
-
-
-@lru_cache
-def on_stages(stages: int, folder: str) -> list[list[Outcome]]:
-    """All models on all ranks, in one job."""
-    return run_ranks(run_all, stages, {"partition": "uniform"}, folder, MODELS)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """One for each number of stages."""
-    return [str(tmp_path_factory.mktemp(f"stages{number}")) for number in range(4)]
-
-
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_first_stage_runs_ahead_where_it_may(
     kind: type[Reads], stages: int, folders: list[str]
 ) -> None:
     at = MODELS.index(kind)
-    expected = plainly(folders[0])[at]
-    for found in (each[at] for each in on_stages(stages, folders[stages])):
+    expected = trained(MODELS, 0, folders[0])[0][at]
+    for found in (each[at] for each in trained(MODELS, stages, folders[stages])):
         others = expected.parameters
         assert [n for n, x in found.parameters.items() if not torch.equal(x, others[n])] == []
         assert found.noted == expected.noted
-    first = on_stages(stages, folders[stages])[0][at]
+    first = trained(MODELS, stages, folders[stages])[0][at]
     assert first.lines == expected.lines
     file = Path(folders[stages]) / f"{kind.__name__}.0.order"
     order = file.read_text()

@@ -542,22 +542,12 @@ def outcome_of(kind: type[Base], options: dict[str, Any] | None, file: Path) -> 
 
 
 @lru_cache
-def plainly(folder: str) -> list[Outcome]:
-    """All models in plain Lightning."""
-    (found,) = run_ranks(run_all, 1, None, folder, MODELS)
-    return found
-
-
-@lru_cache
-def on_stages(stages: int, folder: str) -> list[list[Outcome]]:
-    """All models on all ranks, in one job: ranks take time to start."""
-    return run_ranks(run_all, stages, {"partition": "uniform"}, folder, MODELS)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """One for each number of stages."""
-    return [str(tmp_path_factory.mktemp(f"stages{number}")) for number in range(4)]
+def trained(kinds: tuple[type[Base], ...], stages: int, folder: str) -> list[list[Outcome]]:
+    """Models on all ranks, in one job: ranks take time to start. With 0 stages, in plain Lightning
+    on one.
+    """
+    options = {"partition": "uniform"} if stages else None
+    return run_ranks(run_all, max(stages, 1), options, folder, kinds)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -566,8 +556,8 @@ def test_the_bits_and_side_effects_of_plain_lightning(
     kind: type[Base], stages: int, folders: list[str]
 ) -> None:
     at = MODELS.index(kind)
-    expected = plainly(folders[0])[at]
-    for rank, found in enumerate(each[at] for each in on_stages(stages, folders[stages])):
+    expected = trained(MODELS, 0, folders[0])[0][at]
+    for rank, found in enumerate(each[at] for each in trained(MODELS, stages, folders[stages])):
         assert found.parameters.keys() == expected.parameters.keys()
         others = expected.parameters
         assert [n for n, x in found.parameters.items() if not torch.equal(x, others[n])] == []
@@ -582,7 +572,7 @@ def test_the_bits_and_side_effects_of_plain_lightning(
         if not rank:
             assert found.entries == expected.entries
             assert found.lines == expected.lines
-    noted = [each[at].noted for each in on_stages(stages, folders[stages])]
+    noted = [each[at].noted for each in trained(MODELS, stages, folders[stages])]
     assert all(each == noted[0] for each in noted)
 
 

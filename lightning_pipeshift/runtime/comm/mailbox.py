@@ -249,7 +249,9 @@ class Mailbox:
         self._send_all(answers)
 
     def offered(self, key: Key) -> Tensor | None:
-        """What other stages may read; ``None`` if it is not kept, or has been written to since."""
+        """Returns the value that other stages may read; ``None`` if it is not kept any more, or if
+        its memory has been written to since.
+        """
         tensor, version = self._offers.get(key) or (None, 0)
         return tensor if tensor is not None and version_of(tensor) == version else None
 

@@ -1,4 +1,4 @@
-"""What stages of a virtual machine send each other: messages with labels.
+"""The messages between the stages of a virtual machine.
 
 Every message says which value, gradient or read it is, which operation of the program it belongs
 to, and from which line of the user's code it was sent.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +20,6 @@ from tests.unit.step.together import StageError, Stages
 
 CPU = torch.device("cpu")
 MICROBATCHES, STEPS, ORDERS, LATE = 4, 6, 2, 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Scaled(nn.Linear):
