@@ -574,8 +574,9 @@ def test_predictions_are_of_measured_steps_and_the_same_on_all_ranks(virtual_mac
     found, *others = run_ranks(train_predicted, 3, virtual_machines)
     assert others == [found, found]
     assert found[0] is None
-    # Not one of them is by the guesses before the first step.
-    assert len(set(found)) == 2
+    # Once measured, always so, though a slow machine may measure more than once.
+    measured = found[found.count(None) :]
+    assert measured and None not in measured
 
 
 def test_one_minibatch_number_for_updates_rates_logs_and_progress() -> None:
