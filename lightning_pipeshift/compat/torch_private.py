@@ -119,6 +119,20 @@ class OperationMode(TorchDispatchMode):
         raise NotImplementedError
 
 
+_OWN = frozenset({"aten", "prim", "prims"})
+
+
+def may_draw(func: Any) -> bool:
+    """Whether an operation, as ``__torch_dispatch__`` gets it, may draw random numbers from torch's
+    generators. What is not torch's own may: it need not say so.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _OWN:
+        return True
+    # Torch runs that one only without dropout.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return torch.Tag.nondeterministic_seeded in func.tags and func is not flash
+
+
 # --- autograd's version counters ---
 
 
@@ -259,6 +273,11 @@ MAKES_WEIGHTS: Final = (SpectralNorm, WeightNorm, BasePruningMethod)
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """The hooks before a module's forward."""
     return list(module._forward_pre_hooks.values())
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks before or behind a module's forward are registered."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -139,20 +139,25 @@ class Arguments:
         self.numbers: list[Any] = []
         """The Python numbers in containers, in the order in which they are found; not those in
         other objects, which may be of this rank only."""
-        self._num_objects = 0
+        self._num_objects = self._num_tuples = 0
         self._tensor_numbers: dict[int, int] = {}
         self._node_numbers: dict[int, int] = {}
         self._describe, self._exact = describe, exact
         self.key = self._scan(arguments)
         """Hashable: calls with equal keys have results of equal shapes, as far as shapes do not
         depend on values."""
+        self.is_flat = not self.nodes and self._num_tuples == 1 + len(arguments)
+        """Whether arguments :func:`given` to a call have no containers among them."""
 
     def _scan(self, x: Any) -> Any:
         cls = type(x)
         if cls in _SIMPLE:
-            if cls is int:
-                self._note_number(x)
+            if cls is int and not self._num_objects:
+                self.numbers.append(x)
             return (cls, x)
+        if cls is tuple:
+            self._num_tuples += 1
+            return (cls, *map(self._scan, x))
         if isinstance(x, Tensor):
             number = self._tensor_numbers.get(id(x))
             if number is None:
@@ -169,8 +174,10 @@ class Arguments:
                 x = hashlib.blake2b(x).digest()
             return (type(x), x)
         if isinstance(x, tuple):
-            return (type(x), *map(self._scan, x))
+            self._num_tuples += 1
+            return (cls, *map(self._scan, x))
         if isinstance(x, slice):
+            self._num_tuples += 1
             return (slice, self._scan(x.start), self._scan(x.stop), self._scan(x.step))
         if is_node(x):
             number = self._node_numbers.get(id(x))
@@ -254,6 +261,9 @@ class Items(NamedTuple):
     parts: tuple[Any, ...]
 
 
+_EMPTY = Items(tuple, ())
+
+
 class Constant(NamedTuple):
     """In an encoded result: anything else, as it is."""
 
@@ -293,6 +303,11 @@ class Outcome:
             self.states.append(State(type(node), parts))
 
     def _encoded(self, x: Any) -> Any:
+        cls = type(x)
+        if cls in _SIMPLE:
+            return Constant(x)
+        if cls is tuple:
+            return Items(tuple, tuple(map(self._encoded, x))) if x else _EMPTY
         if isinstance(x, Tensor):
             if id(x) in self._tensor_numbers:
                 return Argument(self._tensor_numbers[id(x)])
@@ -301,7 +316,7 @@ class Outcome:
                 self.new.append(x)
             return New(self._new_numbers[id(x)])
         if isinstance(x, tuple):
-            return Items(type(x), tuple(map(self._encoded, x)))
+            return Items(cls, tuple(map(self._encoded, x)))
         if is_node(x):
             if id(x) not in self._node_numbers:
                 self._node_numbers[id(x)] = len(self._nodes)
@@ -349,9 +364,10 @@ def applied(
         arguments: those of the call, on this stage.
         new: the tensors that the call has made, or what stands for them.
     """
+    if type(result) is New and not changes:
+        return new[result.number]
     nodes = [*arguments.nodes]
     nodes += [_new_node(*changes[at]) for at in sorted(changes) if at >= len(nodes)]
-
     decode = partial(_decoded, arguments.tensors, new, nodes)
     for at, state in changes.items():
         _fill(nodes[at], [(place, decode(part)) for place, part in state.parts])
@@ -361,15 +377,21 @@ def applied(
 def _decoded(tensors: Sequence[Tensor], new: Sequence[Tensor], nodes: Sequence[Any], x: Any) -> Any:
     # No function inside of `applied`: one that calls itself lives until the garbage collector runs,
     # and all tensors with it.
-    if isinstance(x, Argument):
-        return tensors[x.number]
-    if isinstance(x, New):
+    cls = type(x)
+    if cls is New:
         return new[x.number]
-    if isinstance(x, Node):
-        return nodes[x.number]
-    if isinstance(x, Items):
+    if cls is Items:
         return _rebuilt(x.cls, [_decoded(tensors, new, nodes, part) for part in x.parts])
-    return x.value
+    if cls is Argument:
+        return tensors[x.number]
+    return nodes[x.number] if cls is Node else x.value
+
+
+def part_of(encoded: Any, *places: int) -> Any:
+    """A part of an encoded tuple: that at the first place, in it that at the second, and so on."""
+    for place in places:
+        encoded = encoded.parts[place]
+    return encoded
 
 
 def is_constant(encoded: Any) -> bool:
@@ -392,13 +414,20 @@ def same_numbers(one: Any, other: Any) -> bool:
     """Whether two encoded results or states have the same form and the same plain constants. Other
     constants are not compared: a run on fake tensors has copies of them.
     """
-    if type(one) in _NUMBERS:
+    cls = type(one)
+    if cls is not type(other):
+        return isinstance(one, str | int) and bool(one == other)
+    if cls in _NUMBERS:
         return bool(one == other)
-    if isinstance(one, Constant) and isinstance(other, Constant):
+    if cls is Constant:
         plain = (*_BY_VALUE, float)
         if not isinstance(one.value, plain) and not isinstance(other.value, plain):
             return True
         return _same(one, other) or (one.value != one.value and other.value != other.value)
-    if isinstance(one, tuple) and type(one) is type(other):
+    if cls is Items:
+        if one.cls is not other.cls:
+            return False
+        one, other = one.parts, other.parts
+    if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same_numbers, one, other))
     return bool(one == other)

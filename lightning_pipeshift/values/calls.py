@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,13 @@ from lightning_pipeshift.values.arguments import (
     copied,
     given,
 )
-from lightning_pipeshift.values.contract import Contract, require_kept, spec_of, specs_of
+from lightning_pipeshift.values.contract import (
+    Contract,
+    kept_simply,
+    require_kept,
+    spec_of,
+    specs_of,
+)
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -40,8 +46,7 @@ from lightning_pipeshift.values.value import (
     version_in,
 )
 
-if TYPE_CHECKING:
-    pass
+_NOTHING = Outcome((), ())
 
 
 class Call(NamedTuple):
@@ -79,21 +84,21 @@ class Calls(Transfers):
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
         for at, needs in contract.written.items() if contract is not None else ():
             target = arguments.tensors[at]
-            if not isinstance(target, PLACED):
+            if type(target) not in PLACED:
                 self._require_own(target, call.label, needs)
                 self._adopt(target, stage)
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if contract is not None and at not in contract.used:
                 continue
-            if with_gradient and not isinstance(tensor, PLACED) and tensor.requires_grad:
-                self._require_leaf(tensor, call)
-                self._adopt(tensor, stage)
-            if not isinstance(tensor, PLACED):
-                if contract is not None:
+            if type(tensor) not in PLACED:
+                if with_gradient and tensor.requires_grad:
+                    self._require_leaf(tensor, call)
+                    self._adopt(tensor, stage)
+                elif contract is not None:
                     # Without a contract, a call may be one that fills uninitialised memory.
                     self._note_common(tensor)
-            else:
+            if type(tensor) in PLACED:
                 if contract is not None and at in contract.written:
                     self._require_writable(call, at, with_gradient)
                 plain = self.bring(tensor, stage, with_gradient, call.label)
@@ -103,7 +108,7 @@ class Calls(Transfers):
         for name, parameter in call.parameters:
             account = self.accounts.get(parameter)
             has_left = account is not None and account.has_left
-            if self.core.parameter_owners[parameter] != stage or has_left:
+            if has_left or self.core.parameter_owners[parameter] != stage:
                 plain = self.bring(parameter, stage, with_gradient, call.label)
                 if plain is not None:
                     others[name] = plain
@@ -112,36 +117,60 @@ class Calls(Transfers):
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()
-        before, after, written = self._run(call, here, others)
-        if contract is None:
-            return self._told(call, here, (before, after, written))
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
-        require_kept(contract, call.label, tensors, before, after, written)
-        return self._given(call, here, after.new)
+        with run_by(None), without_torch_function_of_subclasses():
+            result, nodes, before, written = self._run(call, tensors, others)
+            if contract is not None and not written and kept_simply(contract, result, tensors):
+                new = [result]
+            else:
+                after = Outcome(nodes, tensors, result)
+                if contract is None:
+                    specs = specs_of(after.new, tensors)
+                    needs_gradient = {at: tensors[at].requires_grad for at in written}
+                    told = after.result, after.changes_from(before), specs, needs_gradient
+                else:
+                    require_kept(contract, call.label, tensors, before, after, written)
+                new = after.new
+        if contract is not None:
+            return self._given(call, here, new)
+        for at in written:
+            if at not in here:
+                self._require_own(tensors[at], call.label, needs_gradient[at])
+        return self._told(call, here, (told, new))
 
     def _run(
-        self, call: Call, here: dict[int, Tensor], others: dict[str, Tensor]
-    ) -> tuple[Outcome, Outcome, list[int]]:
-        """Runs a call at its stage; returns what its arguments held before, what it gave, and the
-        numbers of the tensors that it has written to.
+        self, call: Call, tensors: list[Tensor], others: dict[str, Tensor]
+    ) -> tuple[Any, list[Any], Outcome, list[int]]:
+        """Runs a call at its stage; returns its result, the containers and objects that it got,
+        what these held before, and the numbers of the tensors that it has written to.
+
+        Args:
+            call: the call.
+            tensors: those in its arguments, plain.
+            others: the parameters of other stages, by name.
         """
-        arguments, memo = call.arguments, {}  # type: ignore[var-annotated]
+        arguments, contract, memo = call.arguments, call.contract, {}  # type: ignore[var-annotated]
 
         def plain(tensor: Tensor) -> Tensor:
-            return here.get(arguments.number_of(tensor), tensor)
+            return tensors[arguments.number_of(tensor)]
 
-        with run_by(None), without_torch_function_of_subclasses():
-            args, *kwargs = copied(given(call.args, call.kwargs), plain, memo)
-            nodes = [memo[id(node)] for node in arguments.nodes]
-            tensors = list(map(plain, arguments.tensors))
-            before = Outcome(nodes, tensors)
-            versions = list(map(version_in, tensors))
-            draws_on_host = call.contract is None or call.contract.draws_on_host
-            with drawing_from(self.core.generators, draws_on_host, *call.stream):
-                result = call.function(others, args, dict(kwargs))
-            after = Outcome(nodes, tensors, result)
-            written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
-        return before, after, written
+        if arguments.is_flat:
+            args = tuple([plain(x) if isinstance(x, Tensor) else x for x in call.args])
+            kwargs = {
+                name: plain(x) if isinstance(x, Tensor) else x for name, x in call.kwargs.items()
+            }
+        else:
+            args, *items = copied(given(call.args, call.kwargs), plain, memo)
+            kwargs = dict(items)
+        nodes = [memo[id(node)] for node in arguments.nodes]
+        before = Outcome(nodes, tensors) if nodes else _NOTHING
+        versions = list(map(version_in, tensors))
+        generators = self.core.generators if contract is None or contract.draws else ()
+        draws_on_host = contract is None or contract.draws_on_host
+        with drawing_from(generators, draws_on_host, *call.stream):
+            result = call.function(others, args, kwargs)
+        written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
+        return result, nodes, before, written
 
     def _expected(self, call: Call) -> Any:
         """Returns placeholders for the results of a call at another stage, by its contract."""
@@ -152,10 +181,34 @@ class Calls(Transfers):
         """Makes the values of a call's results, notes its writes, and applies its changes."""
         contract = call.contract
         assert contract is not None
+        if contract.gives_one:
+            return self._made(call, contract.specs[0], new[0], [])
         written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
         return self._values(
             call, here, contract.specs, new, contract.result, contract.changes, written
         )
+
+    def _made(
+        self, call: Call, spec: Spec, tensor: Tensor | None, before: Sequence[Value]
+    ) -> Value:
+        """The value of a tensor that a call has made.
+
+        Args:
+            call: the call.
+            spec: of the tensor.
+            tensor: at the call's stage.
+            before: the values of the call's tensors before this one.
+        """
+        memory = None
+        if spec.shares is not None:
+            is_new, at = spec.shares < 0, spec.shares
+            shared = before[-1 - at] if is_new else call.arguments.tensors[at]
+            memory = self.account_of(shared).memory if type(shared) in PLACED else None
+        account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
+        account.era = self._era
+        if tensor is not None:
+            self.offer(account)
+        return self.new_value(spec, account)
 
     def _values(
         self,
@@ -168,25 +221,11 @@ class Calls(Transfers):
         written: dict[int, bool],
     ) -> Any:
         values: list[Value] = []
-        memories: list[Memory] = []
         for spec, tensor in zip(specs, new, strict=True):
-            memory = Memory()
-            if spec.shares is not None and spec.shares < 0:
-                memory = memories[-1 - spec.shares]
-            elif spec.shares is not None:
-                shared = call.arguments.tensors[spec.shares]
-                if isinstance(shared, PLACED):
-                    memory = self.account_of(shared).memory
-            memories.append(memory)
-            account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
-            account.era = self._era
-            if tensor is not None:
-                with without_torch_function_of_subclasses():
-                    self.offer(account)
-            values.append(self.new_value(spec, account))
+            values.append(self._made(call, spec, tensor, values))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
-            if not isinstance(target, PLACED):
+            if type(target) not in PLACED:
                 self._adopt(target, call.stage)
             account = self.account_of(target)
             sharing = account.memory.write(call.stage)
@@ -228,24 +267,16 @@ class Calls(Transfers):
         """Called where an operation writes to a parameter, or to a buffer of a layer."""
 
     def _told(
-        self,
-        call: Call,
-        here: dict[int, Tensor],
-        ran: tuple[Outcome, Outcome, list[int]] | None,
+        self, call: Call, here: dict[int, Tensor], ran: tuple[Any, Sequence[Tensor]] | None
     ) -> Any:
-        """What a call gives whose stage tells the others: it depends on values."""
-        told, new = None, None
-        if ran is not None:
-            before, after, written = ran
-            tensors = [here.get(at, x) for at, x in enumerate(call.arguments.tensors)]
-            with without_torch_function_of_subclasses():
-                specs = specs_of(after.new, tensors)
-                needs = {at: tensors[at].requires_grad for at in written}
-            for at in written:
-                if at not in here:
-                    self._require_own(tensors[at], call.label, needs[at])
-            told = after.result, after.changes_from(before), specs, needs
-            new = after.new
+        """What a call gives whose stage tells the others: it depends on values.
+
+        Args:
+            call: the call.
+            here: at its stage, the plain tensors of the values among its arguments.
+            ran: at its stage, what to tell, and the tensors that it has made.
+        """
+        told, new = ran or (None, ())
         result, changes, specs, written_to = self.tell(told, call.stage, call.label)
         return self._values(
             call, here, specs, new or [None] * len(specs), result, changes, written_to
@@ -268,7 +299,7 @@ class Calls(Transfers):
         others = [
             self.account_of(call.arguments.tensors[other])
             for other in call.contract.used - {at}
-            if isinstance(call.arguments.tensors[other], PLACED)
+            if type(call.arguments.tensors[other]) in PLACED
         ]
         is_away = account.owner != call.stage
         has_views = account.memory.num_tensors > 1

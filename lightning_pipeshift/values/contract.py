@@ -26,6 +26,7 @@ from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     FakeTensorMode,
     OperationMode,
+    may_draw,
     pytree,
     real_tensors,
     schema_of,
@@ -41,6 +42,7 @@ from lightning_pipeshift.model.user_state.random_streams import (
 )
 from lightning_pipeshift.values.arguments import (
     Arguments,
+    New,
     Outcome,
     State,
     arguments_in,
@@ -74,6 +76,7 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
+        draws: whether it draws from torch's generators.
         draws_on_host: whether it draws from NumPy or ``random``.
     """
 
@@ -82,12 +85,19 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
+    draws: bool
     draws_on_host: bool
 
     @cached_property
     def needs_gradient(self) -> bool:
         """Whether a result needs a gradient."""
         return any(spec.requires_grad for spec in self.specs) or any(self.written.values())
+
+    @cached_property
+    def gives_one(self) -> bool:
+        """Whether it gives one new tensor, and does nothing else."""
+        is_one = type(self.result) is New and len(self.specs) == 1
+        return is_one and not self.changes and not self.written
 
     @cached_property
     def places(self) -> list[int]:
@@ -196,6 +206,8 @@ class ContractFinder:
             finally:
                 FAKE_TENSOR_LOG.disabled = False
                 draws_on_host = host_state() != 0
+                with real_tensors():
+                    watch.draws |= not torch.equal(torch.get_rng_state(), states[1])
                 set_host_state(states[0])
                 torch.set_rng_state(states[1])
         if any(not isinstance(size, int) for spec in specs for size in spec.shape):
@@ -210,6 +222,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
+            draws=watch.draws,
             draws_on_host=draws_on_host,
         )
 
@@ -246,6 +259,26 @@ def specs_of(new: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Spec]:
         shares = owners.setdefault(storage_key_of(tensor), -1 - at)
         specs.append(spec_of(tensor, None if shares == -1 - at else shares))
     return specs
+
+
+def kept_simply(contract: Contract, result: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call gave one new tensor, as its contract says: what is compared most often.
+
+    Args:
+        contract: of the call, which has written to nothing.
+        result: what it returned.
+        tensors: those in its arguments, plain.
+    """
+    is_new = contract.gives_one and isinstance(result, Tensor)
+    if not is_new or any(result is x for x in tensors):
+        return False
+    memory = storage_key_of(result)
+    shared = (
+        at
+        for at, x in enumerate(tensors)
+        if type(x) is not Value and storage_key_of(x) == memory
+    )
+    return spec_of(result, next(shared, None)) == contract.specs[0]
 
 
 def require_kept(
@@ -323,7 +356,12 @@ class _Watch(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
         self.written: set[int] = set()
+        self.draws = False
         self._made_up = made_up
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or may_draw(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func not in OF_SHAPE:

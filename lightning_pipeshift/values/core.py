@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
@@ -32,6 +33,8 @@ from lightning_pipeshift.values.layer_contracts import (
     NoBackwardHook,
     copy_flags,
     fake_copy,
+    flags_of,
+    is_heard,
     kind_of,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
@@ -73,7 +76,9 @@ class Core:
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.generators = generators_of(device)
         self.finder = ContractFinder(device)
-        self.contracts: dict[Any, Contract | None] = {}
+        self.contracts: dict[Any, tuple[Contract | None, str, int]] = {}
+        """By a call's key: its contract, its name, and a digest of what else has to be the same on
+        all ranks."""
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
@@ -88,6 +93,9 @@ class Core:
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
         self.modules = [list(layer.named_modules()) for layer in self.layers]
+        self._in_layer = [[module for _, module in modules] for modules in self.modules]
+        self._trainable = [[parameter for _, parameter in named] for named in self.parameters]
+        self._foreign: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         self.states: list[list[Attribute]] = [[] for _ in self.layers]
         """The attributes that each layer changes when it is called, as far as they are known."""
         self._families = [
@@ -175,9 +183,39 @@ class Core:
                 self._watches[at] = None
         return True
 
-    def keep(self, key: Any, contract: Contract | None) -> None:
-        """Keeps a contract for other calls."""
-        _put(self.contracts, key, contract, _MOST_CONTRACTS)
+    def keep(
+        self, key: Any, contract: Contract | None, name: str, what: object
+    ) -> tuple[Contract | None, str, int]:
+        """Keeps a contract for other calls.
+
+        Args:
+            key: of these calls.
+            contract: theirs.
+            name: theirs.
+            what: what has to be the same on all ranks; it follows from the key.
+        """
+        known = contract, name, zlib.crc32(repr((name, what)).encode())
+        _put(self.contracts, key, known, _MOST_CONTRACTS)
+        return known
+
+    def flags(self, number: int) -> tuple[bool, ...]:
+        """Whether the modules of a layer are in training, and its parameters are trained."""
+        return flags_of(self._in_layer[number], self._trainable[number])
+
+    def hooked(self, number: int) -> tuple[str, ...]:
+        """The names of the modules inside of a layer with hooks that look at what they get or
+        return.
+        """
+        return tuple([name for name, module in self.modules[number] if name and is_heard(module)])
+
+    def foreign(self, number: int, stage: int) -> list[tuple[str, Tensor]]:
+        """The parameters of a layer, by name, that another stage owns than that which runs it."""
+        found = self._foreign.get((number, stage))
+        if found is None:
+            found = self._foreign[number, stage] = [
+                (name, x) for name, x in self.parameters[number] if self.parameter_owners[x] != stage
+            ]
+        return found
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -340,10 +378,10 @@ class _PlacedForward:
     """The ``forward`` of a layer that its owner runs."""
 
     def __init__(self, core: Core, layer: nn.Module) -> None:
-        self._core, self._layer = core, layer
+        self._core, self._layer, self._number = core, layer, core.number[layer]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        core, number = self._core, self._core.number[self._layer]
+        core, number = self._core, self._number
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
@@ -376,7 +414,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         function, _preserves, *rest = args
         with recomputing:
             return function(*rest)
-    if microbatch is None or not any(isinstance(x, PLACED) for x in args):
+    if microbatch is None or not any(type(x) in PLACED for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
 

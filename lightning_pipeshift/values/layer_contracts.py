@@ -19,6 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     buffers_of,
     forward_hooks_of,
     forward_pre_hooks,
+    has_forward_hooks,
     hook_tables,
     parameters_of,
     set_hook_tables,
@@ -191,7 +192,9 @@ class Heard(NamedTuple):
 
 def is_heard(module: nn.Module) -> bool:
     """Whether hooks of a user look at what a module gets or returns."""
-    return bool(forward_hooks_of(module)) or not all(map(makes_weights, forward_pre_hooks(module)))
+    return has_forward_hooks(module) and (
+        bool(forward_hooks_of(module)) or not all(map(makes_weights, forward_pre_hooks(module)))
+    )
 
 
 def makes_weights(hook: Any) -> bool:

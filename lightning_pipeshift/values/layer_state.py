@@ -85,8 +85,11 @@ class Watch:
         # All that is watched is kept here, so no `id` is used again meanwhile.
         seen: dict[int, Any] = {}
         self._marks: dict[Attribute, Any] = {}
-        # Tables, their sizes, and what is watched in them.
-        self._tables: list[tuple[dict[str, Any], int, list[str], list[Any]]] = []
+        # The modules' tables, and their sizes.
+        self._tables: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
+        # For each attribute: in which table, its name there, and what it is.
+        self._watched: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
@@ -95,9 +98,11 @@ class Watch:
             for table, is_buffer in ((module.__dict__, False), (buffers, True)):
                 own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
                 watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
-                names, values = [at.name for at, _ in watched], [x for _, x in watched]
-                self._tables.append((table, len(table), names, values))
+                self._tables.append(table)
+                self._sizes.append(len(table))
                 for attribute, x in watched:
+                    for found, what in zip(self._watched, (table, attribute.name, x), strict=True):
+                        found.append(what)
                     mark_of = id if is_buffer else partial(mark, seen=seen)
                     self._marks[attribute] = mark_of(x)
                     if isinstance(x, Value):
@@ -123,9 +128,11 @@ class Watch:
         return is_state and attribute not in self._without
 
     def _is_same(self) -> bool:
-        for table, size, names, watched in self._tables:
-            if len(table) != size or not all(map(is_, map(table.get, names), watched)):
-                return False
+        if list(map(len, self._tables)) != self._sizes:
+            return False
+        tables, names, watched = self._watched
+        if not all(map(is_, map(dict.get, tables, names), watched)):
+            return False
         for x, before in self._inside:
             now = _inside(x)
             if len(now) != len(before) or not all(map(is_, now, before)):
@@ -136,7 +143,7 @@ class Watch:
         """Returns the attributes that have changed."""
         if self._is_same():
             return set()
-        kept, marks = (self._tables, self._inside), self._marks
+        kept, marks = (self._watched, self._inside), self._marks
         self._begin()
         del kept
         both = {*marks, *self._marks}

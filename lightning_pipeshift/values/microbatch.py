@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,14 @@ from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
     given,
+    part_of,
 )
 from lightning_pipeshift.values.calls import Call, Calls
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
     call_hooks,
-    flags_of,
     hearing,
-    is_heard,
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
@@ -89,17 +89,14 @@ class Microbatch(Calls):
             return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
-        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
-        self._place_parameters(placed)
+        self._place_parameters([x for x in arguments.tensors if type(x) in PLACED])
         key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
-        try:
-            contract = core.contracts[key]
-        except KeyError:
+        known = core.contracts.get(key)
+        if known is None:
             contract = core.finder.find(function, args, kwargs)
-            core.keep(key, contract)
-        label = name_of(function)
-        self.note(label, key[1:-1], arguments.numbers)
-        self._note_values(arguments)
+            known = core.keep(key, contract, name_of(function), key[1:-1])
+        contract, label, digest = known
+        self.note_call(label, digest, arguments)
         self._num_operations += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
@@ -120,7 +117,7 @@ class Microbatch(Calls):
         return map_leaves(lambda x: x.account.tensor if isinstance(x, Value) else x, tree)
 
     def _place_parameters(self, placed: Sequence[Tensor]) -> None:
-        parameters = [x for x in placed if isinstance(x, StepParameter)]
+        parameters = [x for x in placed if type(x) is StepParameter]
         if parameters:
             owners = [x.account.owner for x in placed if isinstance(x, Value)]
             self.core.place_parameters(parameters, owners)
@@ -129,17 +126,17 @@ class Microbatch(Calls):
         """Where an operation runs; ``None`` for everywhere: it uses only shapes."""
         tensors = arguments.tensors
         for at in () if contract is None else contract.places:
-            if isinstance(tensors[at], PLACED):
+            if type(tensors[at]) in PLACED:
                 return self.account_of(tensors[at]).owner
         used = range(len(tensors)) if contract is None else contract.used
-        placed = [tensors[at] for at in used if isinstance(tensors[at], PLACED)]
+        placed = [tensors[at] for at in used if type(tensors[at]) in PLACED]
         return max([self.account_of(x).owner for x in placed], default=None)
 
     def _everywhere(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that uses only the shapes of values, on every stage."""
 
         def without_values(x: Tensor) -> Tensor:
-            if not isinstance(x, PLACED):
+            if type(x) not in PLACED:
                 return x
             return torch.empty_strided(
                 tuple(x.shape), x.stride(), dtype=x.dtype, device=self.core.device
@@ -165,61 +162,65 @@ class Microbatch(Calls):
     ) -> Any:
         core = self.core
         stage, layer = core.owners(number, self.turn), core.layers[number]
-        label = core.names[number]
-        modules = core.modules[number]
-        hooked = tuple(name for name, module in modules if name and is_heard(module))
-        kind, watch = core.kind_of(number)
+        hooked, (kind, watch) = core.hooked(number), core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
-        all_args = tuple(attribute.get(layer) for attribute in state), *args
+        # Most layers change nothing but what they return, and nobody listens inside of them.
+        is_bare = not state and not hooked
+        all_args = args if is_bare else (tuple(each.get(layer) for each in state), *args)
         arguments = Arguments(given(all_args, kwargs), _described, exact=True)
-        core.place_parameters(
-            [x for x in arguments.tensors if isinstance(x, StepParameter)], [stage]
-        )
-        parameters = core.parameters[number]
-        flags = flags_of(
-            [module for _, module in modules], [parameter for _, parameter in parameters]
-        )
+        placed = [x for x in arguments.tensors if type(x) is StepParameter]
+        if placed:
+            core.place_parameters(placed, [stage])
         key = (
             kind,
-            flags,
+            core.flags(number),
             torch.is_grad_enabled(),
             *_autocast(core.device),
             arguments.key,
             hooked,
             core.own_hooks(number),
         )
-        try:
-            contract = core.contracts[key]
-        except KeyError:
+        known = core.contracts.get(key)
+        if known is None:
             contract, fake = None, core.fake_of(number)
             if fake is not None:
                 changed: set[Attribute] = set()
-                heard_forward = hearing(fake, core.plain_forward(number, fake), hooked)
-                forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
-                contract = core.finder.find(forward, all_args, kwargs, is_layer=True)
+                forward = hearing(fake, core.plain_forward(number, fake), hooked)
+                forward = with_state(fake, forward, state, core.watch(number, fake), changed)
+                fake_args = ((), *args) if is_bare else all_args
+                contract = core.finder.find(forward, fake_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs, hooks)
-            core.keep(key, contract)
+                if is_bare and contract is not None:
+                    contract = replace(contract, result=part_of(contract.result, 0, 0))
+            known = core.keep(key, contract, "layer", key[1:-3])
+        contract, _, digest = known
+        label = core.names[number]
         # Not before: what a stage has learned about a layer's state may differ.
-        self.note(label, key[1:-3], arguments.numbers)
-        self._note_values(arguments)
+        self.note_call(label, digest, arguments)
+        if is_bare and contract is None:
+            is_bare, all_args = False, ((), *args)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
             forward = core.forwards[number]
             if hooks is not None:
                 forward = with_backward_hooks(forward, hooks)
-            forward = hearing(layer, forward, hooked)
+            if not is_bare:
+                forward = hearing(layer, forward, hooked)
             if recomputes:
                 # The second run, in the backward, needs the tensors of other stages, too.
                 again = partial(_called_with, layer, forward, others) if others else forward
                 forward = recomputed(layer, again, state)
-            forward = with_state(layer, forward, state, watch, changed)
+            if not is_bare:
+                forward = with_state(layer, forward, state, watch, changed)
             if others and not recomputes:
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
             versions = list(map(version_in, others.values()))
             result = forward(*run_args, **run_kwargs)
+            if is_bare:
+                changed = watch.look()
             if contract is not None and changed:
                 names = ", ".join(
                     f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
@@ -238,18 +239,22 @@ class Microbatch(Calls):
             return result
 
         stream = "layer", core.seed, self._step, self.turn, self._num_layers
+        parameters = self.accounts and core.parameters[number] or core.foreign(number, stage)
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
-        (result, heard), after, more = self._call(call)
-        for attribute, value in (*zip(state, after, strict=True), *more):
-            attribute.set(layer, value)
-        core.add_state(number, {attribute for attribute, _ in more})
-        for buffer in core.buffers[number]:
+        result = self._call(call)
+        if not is_bare:
+            (result, heard), after, more = result
+            for attribute, value in (*zip(state, after, strict=True), *more):
+                attribute.set(layer, value)
+            core.add_state(number, {attribute for attribute, _ in more})
+        for buffer in core.buffers[number] if self.accounts else ():
             # The layer may have written to it.
             account = self.accounts.get(buffer)
             if account is not None:
                 is_here = account.owner == self.stage
                 account.begin(account.owner, account.tensor if is_here else None)
-        call_hooks(layer, label, heard)
+        if not is_bare:
+            call_hooks(layer, label, heard)
         return result
 
     @contextmanager
@@ -288,7 +293,7 @@ class Microbatch(Calls):
         if self._has_ends:
             roots, gradients = [self._token], [torch.zeros_like(self._token)]
         link: Tensor | None = loss
-        if isinstance(loss, PLACED):
+        if type(loss) in PLACED:
             account = self.account_of(loss)
             account.refresh()
             link = account.link if account.last == self.stage else None

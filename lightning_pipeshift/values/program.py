@@ -57,6 +57,25 @@ class NotedProgram:
         if line != NO_LINE:
             self.last = label, line
 
+    def note_call(self, label: str, digest: int, arguments: Arguments) -> None:
+        """Adds the call of an operation or layer to the digest of the program.
+
+        Args:
+            label: its name.
+            digest: of its modes and shapes.
+            arguments: the numbers in them count, and which values they are.
+        """
+        found = self.digest * 31 + digest
+        if arguments.numbers:
+            found = _rolled(found, repr(arguments.numbers).encode())
+        for x in arguments.tensors:
+            if type(x) is Value and x.account.name is not None:
+                found = found * 31 + sum(x.account.name)
+        self.digest = _rolled(found, label.encode())
+        line = user_line()
+        if line != NO_LINE:
+            self.last = label, line
+
     def note_generators(self) -> None:
         """Adds the state of torch's generators to the digest. NumPy's and Python's draws are in it
         where numbers and tensors meet values: other threads draw from these generators, too.
@@ -77,12 +96,6 @@ class NotedProgram:
             self._known[tensor] = version
             content = content_of(tensor, self.core.compares_floats)
             self.digest = _rolled(self.digest, repr(tensor.shape).encode(), content)
-
-    def _note_values(self, arguments: Arguments) -> None:
-        """Adds the values that an operation uses to the digest: each by its name."""
-        for x in arguments.tensors:
-            if isinstance(x, Value) and x.account.name is not None:
-                self.digest = (self.digest * 31 + sum(x.account.name)) & DIGEST_MASK
 
     def _key(self, source: int, kind: Kind) -> Key:
         self._serial += 1

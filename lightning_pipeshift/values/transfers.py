@@ -162,7 +162,7 @@ class Transfers(NotedProgram):
                 self.first_gradient = None
 
     def new_account(
-        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None
     ) -> Account:
         """The account of the microbatch's next value."""
         account = Account(owner, requires_grad, tensor, memory)
@@ -202,7 +202,7 @@ class Transfers(NotedProgram):
         """
         label = name_of(function)
         arguments = Arguments(given(args, kwargs), id)
-        placed = [x for x in arguments.tensors if isinstance(x, PLACED)]
+        placed = [x for x in arguments.tensors if type(x) in PLACED]
         plain = {id(x): self._read_here(x, label) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
             plain_args, *plain_kwargs = copied(
@@ -250,10 +250,11 @@ class Transfers(NotedProgram):
     def offer(self, account: Account) -> None:
         """Lets other stages ask for a value of this one, if it is small."""
         tensor = account.tensor
-        if account.name is None or tensor is None or self.mailbox.num_stages == 1:
+        if account.name is None or tensor is None or self._is_alone:
             return
-        is_small = tensor.nbytes <= _KEPT_BYTES
-        self.mailbox.offer(key_of(account), tensor.detach() if is_small else None)
+        with without_torch_function_of_subclasses():
+            if tensor.nbytes <= _KEPT_BYTES:
+                self.mailbox.offer(key_of(account), tensor.detach())
 
 
 def key_of(account: Account) -> Key:

@@ -218,8 +218,8 @@ class StepBuffer(Tensor):
     __deepcopy__ = StepParameter.__deepcopy__
 
 
-PLACED = (Value, StepParameter, StepBuffer)
-"""The classes of tensors that one stage owns."""
+PLACED: frozenset[type] = frozenset({Value, StepParameter, StepBuffer})
+"""The classes of tensors that one stage owns. They have no subclasses."""
 
 
 def version_in(tensor: Tensor) -> int:
@@ -242,6 +242,7 @@ def name_of(function: Callable[..., Any]) -> str:
 _OURS = (f"{__name__.partition('.')[0]}.", "torch.", "lightning.", "pytorch_lightning.")
 
 
+_IS_OURS: dict[str, bool] = {}
 NO_LINE = "no line of Python"
 
 
@@ -250,7 +251,10 @@ def user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_OURS):
+        is_ours = _IS_OURS.get(module)
+        if is_ours is None:
+            is_ours = _IS_OURS[module] = module.startswith(_OURS)
+        if not is_ours:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return NO_LINE

@@ -235,14 +235,15 @@ def drawing_from(
     their earlier state.
 
     Args:
-        generators: torch's.
+        generators: torch's; none of them if nothing is drawn from them.
         host: whether draws from NumPy and ``random`` do so, too, which takes much longer.
         key: the stream's.
 
     Raises:
         LayerError: something was drawn from NumPy or ``random`` without ``host``.
     """
-    seed, states = stream_seed(*key), [generator.get_state() for generator in generators]
+    seed = stream_seed(*key) if generators or host else 0
+    states = [generator.get_state() for generator in generators]
     state, mark = (host_state() if host else 0), host_mark()
     for generator in generators:
         generator.manual_seed(seed)

@@ -127,7 +127,7 @@ class Mailbox:
         self._sending = threading.Lock()
         # What other stages may read, which of them have got it, and which have asked for it before
         # it was there, each in which phase.
-        self._offers: dict[Key, tuple[Tensor, int] | None] = {}
+        self._offers: dict[Key, tuple[Tensor, int]] = {}
         self._told: dict[Key, set[int]] = {}
         self._asked: dict[Key, dict[int, int]] = {}
         self.phase = 0
@@ -235,18 +235,19 @@ class Mailbox:
 
     # --- reads ---
 
-    def offer(self, key: Key, tensor: Tensor | None) -> None:
+    def offer(self, key: Key, tensor: Tensor) -> None:
         """Lets other stages ask for a value of this one.
 
         Args:
             key: of the message that would carry it.
-            tensor: ``None`` if it is too large to be kept.
+            tensor: the value.
         """
         with self._offering:
-            self._offers[key] = None if tensor is None else (tensor, version_of(tensor))
-            asked = self._asked.pop(key, {})
-            answers = [self._answer(to, key, phase) for to, phase in asked.items()]
-        self._send_all(answers)
+            self._offers[key] = tensor, version_of(tensor)
+            asked = self._asked.pop(key, None)
+            answers = [self._answer(to, key, phase) for to, phase in (asked or {}).items()]
+        if asked:
+            self._send_all(answers)
 
     def offered(self, key: Key) -> Tensor | None:
         """Returns the value that other stages may read; ``None`` if it is not kept any more, or if
