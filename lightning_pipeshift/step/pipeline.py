@@ -44,7 +44,7 @@ from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
-    digest_of,
+    Structure,
     gathered,
     kept,
     of_stage,
@@ -238,39 +238,42 @@ class ValuePipeline(Pipeline):
         self.meets()
         return self.channels.share_object(mine, source)
 
-    def _begin_digests(self, tree: Any) -> PostedSum:
+    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum]:
         """Begins to compare a structure over the stages."""
+        structure = Structure(tree)
         digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
-        digests[self.channels.stage] = digest_of(tree)
-        return self.channels.post_sum(digests)
+        digests[self.channels.stage] = structure.digest()
+        return structure, self.channels.post_sum(digests)
 
-    def _gathered(self, tree: Any, posted: PostedSum | None = None) -> Any:
+    def _gathered(self, structure: Structure, posted: PostedSum) -> Any:
         """A structure with host tensors in the place of values, and metrics with common tensors, as
         Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
         different things, what counts is what the first rank has, as on one device.
 
         Args:
-            tree: the structure.
-            posted: its digests, if they are under way.
+            structure: what :meth:`_begin_gathering` returned.
+            posted: likewise.
         """
         channels, core = self.channels, self.core
         assert core is not None
-        posted = posted or self._begin_digests(tree)
         self.meets()
         if len(set(posted.wait().tolist())) > 1:
             # Values of different programs have different names.
             require_same_program(core, self._share)
             first = channels.ranks.index(min(channels.ranks))
-            tree = of_stage(first, tree, channels.stage, self._share, core.mailbox.offered)
+            offered = core.mailbox.offered
+            structure = of_stage(first, structure, channels.stage, self._share, offered)
         held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-        tree, found = gathered((tree, held), core, self._share)
+        more, num_leaves = Structure(held), len(structure.leaves)
+        leaves = gathered([*structure.leaves, *more.leaves], core, self._share)
+        found = more.rebuild(leaves[num_leaves:])
         for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
             for name, x in to_device(changed, self.channels.device).items():
                 setattr(metric, name, map_leaves(_of_its_own, x))
             if _has_values(last):
                 set_last_value(metric, to_device(value, self.channels.device))
-        return tree
+        return structure.rebuild(leaves[:num_leaves])
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
@@ -382,7 +385,7 @@ class ValuePipeline(Pipeline):
                 self._begin_gradients(given, adds)
             has_begun = True
 
-        digests: list[PostedSum] = []
+        begun: list[tuple[Structure, PostedSum]] = []
 
         def run(part: Any, turn: int) -> Any:
             return self._logged(given.step, part, turn)
@@ -393,7 +396,7 @@ class ValuePipeline(Pipeline):
                 losses.outcomes[-1].result = None
             if losses.is_complete:
                 # They travel while the backwards run.
-                digests.append(self._begin_digests(losses.outcomes))
+                begun.append(self._begin_gathering(list(losses.outcomes)))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -416,7 +419,7 @@ class ValuePipeline(Pipeline):
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
-        report = self._report(losses, given, digests[0])
+        report = self._report(losses, given, *begun[0])
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
 
@@ -453,7 +456,7 @@ class ValuePipeline(Pipeline):
         )
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
-        result, logs = self._gathered((result, logs))
+        result, logs = self._gathered(*self._begin_gathering((result, logs)))
         report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
         self._end_step(given, report, 1)
         return report
@@ -468,10 +471,12 @@ class ValuePipeline(Pipeline):
             return loss if given.scale == 1.0 else loss * given.scale
         return loss * losses.factor(turn)
 
-    def _report(self, losses: Losses, given: TrainingBatch, digests: PostedSum) -> Report:
+    def _report(
+        self, losses: Losses, given: TrainingBatch, outcomes: Structure, posted: PostedSum
+    ) -> Report:
         """The report of a step, on every stage."""
-        outcomes = self._gathered(list(losses.outcomes), digests)
-        report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
+        found = self._gathered(outcomes, posted)
+        report = self._reporting.report(losses, found, [], given.is_last_batch)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
@@ -507,7 +512,9 @@ class ValuePipeline(Pipeline):
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
         found = self._gathered(
-            [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
+            *self._begin_gathering(
+                [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
+            )
         )
         return [Report(result, logged, []) for result, logged in found]
 

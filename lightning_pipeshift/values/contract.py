@@ -265,7 +265,7 @@ def kept_simply(contract: Contract, result: Any, tensors: Sequence[Tensor]) -> b
     """Whether a call gave one new tensor, as its contract says: what is compared most often.
 
     Args:
-        contract: of the call, which has written to nothing.
+        contract: of the call, which has changed no argument.
         result: what it returned.
         tensors: those in its arguments, plain.
     """
@@ -274,9 +274,7 @@ def kept_simply(contract: Contract, result: Any, tensors: Sequence[Tensor]) -> b
         return False
     memory = storage_key_of(result)
     shared = (
-        at
-        for at, x in enumerate(tensors)
-        if type(x) is not Value and storage_key_of(x) == memory
+        at for at, x in enumerate(tensors) if type(x) is not Value and storage_key_of(x) == memory
     )
     return spec_of(result, next(shared, None)) == contract.specs[0]
 

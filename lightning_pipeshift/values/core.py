@@ -212,8 +212,9 @@ class Core:
         """The parameters of a layer, by name, that another stage owns than that which runs it."""
         found = self._foreign.get((number, stage))
         if found is None:
+            owners, named = self.parameter_owners, self.parameters[number]
             found = self._foreign[number, stage] = [
-                (name, x) for name, x in self.parameters[number] if self.parameter_owners[x] != stage
+                each for each in named if owners[each[1]] != stage
             ]
         return found
 

@@ -61,34 +61,45 @@ def _flat(tree: Any) -> tuple[list[Any], Rebuild]:
     return list(map(_as_kept, leaves)), rebuild
 
 
-def digest_of(tree: Any) -> int:
-    """Of the names of a structure's values, and of its numbers and texts."""
-    leaves, _ = _flat(tree)
-    text = [
-        leaf.key if isinstance(leaf, Kept) else leaf
-        for leaf in leaves
-        if isinstance(leaf, Kept | int | float | str)
-    ]
-    return zlib.crc32(repr(text).encode())
+class Structure:
+    """A structure with values in it, taken apart.
+
+    Args:
+        tree: the structure.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.leaves, self.rebuild = _flat(tree)
+
+    def digest(self) -> int:
+        """Of the names of the values, and of the numbers and texts."""
+        text = [
+            leaf.key if isinstance(leaf, Kept) else leaf
+            for leaf in self.leaves
+            if isinstance(leaf, Kept | int | float | str)
+        ]
+        return zlib.crc32(repr(text).encode())
 
 
-def of_stage(source: int, tree: Any, stage: int, share: Share, offered: Offered) -> Any:
+def of_stage(
+    source: int, structure: Structure, stage: int, share: Share, offered: Offered
+) -> Structure:
     """The structure that one stage has, at all stages. Every stage calls this.
 
     Args:
         source: the stage.
-        tree: the structure that this stage has.
+        structure: what this stage has.
         stage: this one.
         share: gives all stages an object of one of them.
         offered: finds a value of this stage that another may read, by its key.
     """
-    leaves, rebuild = _flat(tree)
+    leaves = structure.leaves
     mine = {leaf.key: leaf.tensor for leaf in leaves if isinstance(leaf, Kept)}
-    leaves, rebuild = _flat(share(to_host(rebuild(leaves)), source))
-    for leaf in leaves:
+    found = Structure(share(to_host(structure.rebuild(leaves)), source))
+    for leaf in found.leaves:
         if isinstance(leaf, Kept) and leaf.key.source == stage:
             leaf.tensor = mine[leaf.key] if leaf.key in mine else offered(leaf.key)
-    return rebuild(leaves)
+    return found
 
 
 def require_same_program(core: Core, share: Share) -> None:
@@ -115,20 +126,19 @@ def _require_same(core: Core, mine: Any, owner: int, theirs: Any) -> None:
     )
 
 
-def gathered(tree: Any, core: Core, share: Share) -> Any:
-    """A structure with tensors in host memory in the place of values. Every stage calls this, with
-    structures that differ in the values' tensors only.
+def gathered(leaves: list[Any], core: Core, share: Share) -> list[Any]:
+    """The leaves of a structure, with tensors in host memory in the place of values. Every stage
+    calls this, with leaves that differ in the values' tensors only.
 
     Args:
-        tree: the structure.
+        leaves: of a :class:`Structure`.
         core: this stage's.
         share: gives all stages an object of one of them.
 
     Raises:
         LayerError: the stages have run different programs so far, or a value is not kept any more.
     """
-    stage, last = core.stage, core.mailbox.num_stages - 1
-    leaves, rebuild = _flat(tree)
+    stage, last, leaves = core.stage, core.mailbox.num_stages - 1, list(leaves)
     found = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, Kept)}
     mine = core.digest, [each.key for each in found.values()], core.last
     # Also where the last stage has none of them: all stages compare their programs.
@@ -146,4 +156,5 @@ def gathered(tree: Any, core: Core, share: Share) -> Any:
             )
         for at, tensor in zip(places, tensors, strict=True):
             leaves[at] = tensor
-    return to_host(rebuild(leaves))
+    on_host: list[Any] = to_host(leaves)
+    return on_host

@@ -239,7 +239,8 @@ class Microbatch(Calls):
             return result
 
         stream = "layer", core.seed, self._step, self.turn, self._num_layers
-        parameters = self.accounts and core.parameters[number] or core.foreign(number, stage)
+        # What operations have used, another stage may have the last word on.
+        parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
         result = self._call(call)
         if not is_bare:

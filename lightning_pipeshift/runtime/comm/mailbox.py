@@ -3,7 +3,7 @@
 The receiver of a message knows what has to come, and compares it with the message's label: programs
 that run differently on two stages end with an error, at the first message that does not fit.
 
-A message is a frame of fixed size, and behind it the payload if that does not fit into the frame.
+A message is a frame with its payload; a large payload is sent behind the frame, without a copy.
 A thread for each other stage receives what comes; the step takes messages in its own order.
 
 Programs that differ may also wait for each other for ever. So a stage that has waited for a second
@@ -39,16 +39,14 @@ from lightning_pipeshift.runtime.comm.messages import (
 )
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
-_FRAME_BYTES = 1024
 _HEAD = struct.Struct(f"<2q4b2qQq64s96s{MOST_DIMS}q")
-_ROOM_BYTES = _FRAME_BYTES - _HEAD.size
+# Larger payloads are sent behind the frame.
+_ROOM_BYTES = 1 << 17
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
 _CONTIGUOUS = -1
 # How long a stage waits before it tells the others, and before it tells them again.
 _TELLS_EVERY_SECONDS = 1.0
-# Smaller messages live until the next flush.
-_LARGE_BYTES = 1 << 16
 
 
 class _Form(enum.IntEnum):
@@ -154,7 +152,9 @@ class Mailbox:
             place: in the program.
             content: a tensor, bytes, or ``None`` for a gradient that is not defined.
         """
-        form, data, strides = _Form.NOTHING, torch.empty(0, dtype=torch.uint8), None
+        form, strides = _Form.NOTHING, None
+        # Also where user code has set another default device.
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
         is_view = False
         if isinstance(content, bytes):
             data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
@@ -164,9 +164,10 @@ class Mailbox:
             data, strides = packed(content.detach())
         if content is not None:
             form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
-        frame = bytearray(_FRAME_BYTES)
+        in_frame = data.numel() if form is _Form.IN_FRAME else 0
+        frame = torch.empty(_HEAD.size + in_frame, dtype=torch.uint8, device="cpu")
         _HEAD.pack_into(
-            frame,
+            frame.numpy(),
             0,
             key.step,
             key.turn,
@@ -182,12 +183,12 @@ class Mailbox:
             _cut(place.line, 96),
             *((strides or ()) + (0,) * MOST_DIMS)[:MOST_DIMS],
         )
-        if form is _Form.IN_FRAME:
-            frame[_HEAD.size : _HEAD.size + data.numel()] = data.numpy().tobytes()
+        if in_frame:
+            frame[_HEAD.size :] = data
         with self._sending:
             if key.kind not in (Kind.WAIT, Kind.ASK, Kind.PASSED):
                 self._sent[to] += 1
-            self._post(torch.frombuffer(frame, dtype=torch.uint8), to, _FRAME_TAG)
+            self._post(frame, to, _FRAME_TAG)
             if form is _Form.BEHIND:
                 self._post(data, to, _PAYLOAD_TAG)
             self.num_bytes_sent += data.numel()
@@ -195,7 +196,8 @@ class Mailbox:
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         with self._watched(self._ranks[to]):
             work = self._group.send([data], self._members[to], tag)
-        if data.nbytes < _LARGE_BYTES:
+        if tag == _FRAME_TAG:
+            # It lives until the next flush.
             self._under_way.append((work, data, to))
             return
         self._large.put((work, data, to))
@@ -325,17 +327,18 @@ class Mailbox:
     # --- receiving ---
 
     def _receive_all(self, source: int) -> None:
+        # What is sent may be shorter than what it is received in.
+        frame = torch.empty(_HEAD.size + _ROOM_BYTES, dtype=torch.uint8)
         try:
-            while self._receive(source):
+            while self._receive(source, frame):
                 pass
         except BaseException as error:
             self._fail(error)
 
-    def _receive(self, source: int) -> bool:
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+    def _receive(self, source: int, frame: Tensor) -> bool:
         self._complete(frame, source, _FRAME_TAG)
         step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
-            _HEAD.unpack(frame[: _HEAD.size].numpy().tobytes())
+            _HEAD.unpack_from(frame.numpy())
         )
         label, line, *strides = rest
         data = None
