@@ -287,8 +287,9 @@ def require_kept(
     ):
         raise LayerError(
             f"`{label}` returned, or kept, a Python number or text that its run without values did"
-            " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
-            " to be tensors."
+            " not, or left other `requires_grad` or `training`. Numbers that depend on the values"
+            " of tensors, or on what no argument tells, have to be tensors; freeze and thaw between"
+            " layers."
         )
     if found == list(contract.specs):
         return

@@ -30,9 +30,11 @@ from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
     NoBackwardHook,
-    copy_flags,
     fake_copy,
+    flagged_in,
+    flags_of,
     kind_of,
+    set_flags,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -88,6 +90,7 @@ class Core:
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
         self.modules = [list(layer.named_modules()) for layer in self.layers]
+        self.flagged = list(map(flagged_in, self.layers))
         self.states: list[list[Attribute]] = [[] for _ in self.layers]
         """The attributes that each layer changes when it is called, as far as they are known."""
         self._families = [
@@ -155,7 +158,7 @@ class Core:
             _put(self._fakes, kind, fake, _MOST_KINDS)
         fake = self._fakes[kind]
         if fake is not None:
-            copy_flags(layer, fake)
+            set_flags(flagged_in(fake), flags_of(self.flagged[number]))
         return fake
 
     def add_state(self, number: int, changed: set[Attribute]) -> bool:

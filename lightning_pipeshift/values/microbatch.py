@@ -27,9 +27,12 @@ from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
     call_hooks,
+    flagged_in,
     flags_of,
     hearing,
     is_heard,
+    leaving_flags,
+    set_flags,
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
@@ -176,9 +179,8 @@ class Microbatch(Calls):
             [x for x in arguments.tensors if isinstance(x, StepParameter)], [stage]
         )
         parameters = core.parameters[number]
-        flags = flags_of(
-            [module for _, module in modules], [parameter for _, parameter in parameters]
-        )
+        flagged = core.flagged[number]
+        flags = flags_of(flagged)
         key = (
             kind,
             flags,
@@ -196,7 +198,8 @@ class Microbatch(Calls):
                 changed: set[Attribute] = set()
                 heard_forward = hearing(fake, core.plain_forward(number, fake), hooked)
                 forward = with_state(fake, heard_forward, state, core.watch(number, fake), changed)
-                contract = core.finder.find(forward, all_args, kwargs, is_layer=True)
+                found = leaving_flags(forward, flagged_in(fake), flags)
+                contract = core.finder.find(found, all_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs, hooks)
             core.keep(key, contract)
@@ -219,7 +222,7 @@ class Microbatch(Calls):
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
             versions = list(map(version_in, others.values()))
-            result = forward(*run_args, **run_kwargs)
+            result = leaving_flags(forward, flagged, flags)(*run_args, **run_kwargs)
             if contract is not None and changed:
                 names = ", ".join(
                     f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
@@ -239,7 +242,9 @@ class Microbatch(Calls):
 
         stream = "layer", core.seed, self._step, self.turn, self._num_layers
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
-        (result, heard), after, more = self._call(call)
+        ((result, heard), after, more), left = self._call(call)
+        if left:
+            set_flags(flagged, left)
         for attribute, value in (*zip(state, after, strict=True), *more):
             attribute.set(layer, value)
         core.add_state(number, {attribute for attribute, _ in more})
