@@ -28,7 +28,6 @@ KINDS = {
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, or of recurrent modules, and functions that are given layers",
     "anomaly": "the layer and the microbatch of the first value that is no number",
-    "one device": "one device that runs the user's step without additions",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
@@ -208,9 +207,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "the_first_that_is_no_number_is_named",
         ),
     },
-    "one device": {
-        "one_device": ("a_step_is_the_users_own[LooksAtWhatItLogs]",),
-    },
     "trace": {
         "bad_input": (
             "a_cut_across_which_values_would_travel_back",
@@ -229,10 +225,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_is_refused_is_told_with_the_reason",
             "what_one_stage_refuses_is_not_split",
         ),
-        "unmodified": (
-            "following_leaves_no_trace",
-            "what_does_not_work_is_an_error_with_advice[HasHookOnContainer-Register it on layers]",
-        ),
+        "unmodified": ("following_leaves_no_trace",),
     },
 }
 LISTED = {

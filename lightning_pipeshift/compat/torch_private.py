@@ -512,6 +512,10 @@ def copy_metadata(state_dict: Any, to: Any) -> None:
         to._metadata = state_dict._metadata
 
 
+FLAT_WEIGHTS: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""The attributes in which a recurrent module keeps its parameters and weak references to them."""
+
+
 def drop_weak_references(module: nn.RNNBase) -> None:
     """Makes a recurrent module forget its weak references to its parameters: a tensor that has some
     cannot be swapped.

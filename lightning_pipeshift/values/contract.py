@@ -13,7 +13,7 @@ runs the call tells the others afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,7 @@ from lightning_pipeshift.model.user_state.random_streams import (
 )
 from lightning_pipeshift.values.arguments import (
     Arguments,
+    Items,
     New,
     Outcome,
     State,
@@ -49,6 +50,7 @@ from lightning_pipeshift.values.arguments import (
     copied,
     given,
     is_constant,
+    part_of,
     same_numbers,
 )
 from lightning_pipeshift.values.functions import OF_SHAPE
@@ -78,6 +80,7 @@ class Contract:
         written: the numbers of those that it writes to, and whether each needs a gradient then.
         draws: whether it draws from torch's generators.
         draws_on_host: whether it draws from NumPy or ``random``.
+        is_bare: of a layer: whether the result is what the layer returns, and nothing around it.
     """
 
     specs: tuple[Spec, ...]
@@ -87,6 +90,16 @@ class Contract:
     written: dict[int, bool]
     draws: bool
     draws_on_host: bool
+    is_bare: bool = False
+
+    @property
+    def bare(self) -> Contract:
+        """That of a layer whose call gives no more than what the layer returns; the same if it
+        does: see :func:`~lightning_pipeshift.values.layer_contracts.leaving_flags`.
+        """
+        if part_of(self.result, 1) != Items(tuple, ()):
+            return self
+        return replace(self, result=part_of(self.result, 0, 0, 0), is_bare=True)
 
     @cached_property
     def needs_gradient(self) -> bool:
@@ -316,11 +329,7 @@ def require_kept(
     if not same_numbers(after.result, contract.result) or not all(
         same_numbers(states[at], changes[at]) for at in changes
     ):
-        raise LayerError(
-            f"`{label}` returned, or kept, a Python number or text that its run without values did"
-            " not. Numbers that depend on the values of tensors, or on what no argument tells, have"
-            " to be tensors."
-        )
+        raise other_numbers(label)
     if found == list(contract.specs):
         return
     if [(x[0], *x[2:5]) for x in found] != [(x[0], *x[2:5]) for x in contract.specs]:
@@ -337,6 +346,16 @@ def require_kept(
                 f" {one.stride} where its run without values gave {other.stride}. With another"
                 " layout other stages would compute other bits: return `x.contiguous()`."
             )
+
+
+def other_numbers(label: str) -> LayerError:
+    """The error for a layer that left other numbers, texts or flags than its contract says."""
+    return LayerError(
+        f"`{label}` returned, or kept, a Python number or text that its run without values did"
+        " not, or left other `requires_grad` or `training`. Numbers that depend on the values"
+        " of tensors, or on what no argument tells, have to be tensors; freeze and thaw between"
+        " layers."
+    )
 
 
 def _listed(specs: Sequence[Spec]) -> str:

@@ -31,11 +31,12 @@ from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
     NoBackwardHook,
-    copy_flags,
     fake_copy,
+    flagged_in,
     flags_of,
     is_heard,
     kind_of,
+    set_flags,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -93,8 +94,7 @@ class Core:
         self.parameters = [list(layer.named_parameters()) for layer in self.layers]
         self.buffers = [list(layer.buffers()) for layer in self.layers]
         self.modules = [list(layer.named_modules()) for layer in self.layers]
-        self._in_layer = [[module for _, module in modules] for modules in self.modules]
-        self._trainable = [[parameter for _, parameter in named] for named in self.parameters]
+        self.flagged = list(map(flagged_in, self.layers))
         self._foreign: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         self.states: list[list[Attribute]] = [[] for _ in self.layers]
         """The attributes that each layer changes when it is called, as far as they are known."""
@@ -163,7 +163,7 @@ class Core:
             _put(self._fakes, kind, fake, _MOST_KINDS)
         fake = self._fakes[kind]
         if fake is not None:
-            copy_flags(layer, fake)
+            set_flags(flagged_in(fake), flags_of(self.flagged[number]))
         return fake
 
     def add_state(self, number: int, changed: set[Attribute]) -> bool:
@@ -197,10 +197,6 @@ class Core:
         known = contract, name, zlib.crc32(repr((name, what)).encode())
         _put(self.contracts, key, known, _MOST_CONTRACTS)
         return known
-
-    def flags(self, number: int) -> tuple[bool, ...]:
-        """Whether the modules of a layer are in training, and its parameters are trained."""
-        return flags_of(self._in_layer[number], self._trainable[number])
 
     def hooked(self, number: int) -> tuple[str, ...]:
         """The names of the modules inside of a layer with hooks that look at what they get or

@@ -17,6 +17,7 @@ from lightning_pipeshift.compat.torch_private import (
     MAKES_WEIGHTS,
     BackwardHook,
     buffers_of,
+    drop_weak_references,
     forward_hooks_of,
     forward_pre_hooks,
     has_forward_hooks,
@@ -32,8 +33,18 @@ from lightning_pipeshift.values.layer_state import NO_STATE, Attribute, mark
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def flags_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> tuple[bool, ...]:
+Flagged = tuple[list[nn.Module], list[nn.Parameter]]
+"""What has flags in a layer: modules may be in training, and parameters may be trained."""
+
+
+def flagged_in(layer: nn.Module) -> Flagged:
+    """What has flags in a layer."""
+    return list(layer.modules()), list(layer.parameters())
+
+
+def flags_of(flagged: Flagged) -> tuple[bool, ...]:
     """Whether modules are in training, and parameters are trained."""
+    modules, parameters = flagged
     with without_torch_function_of_subclasses():
         return (
             *[module.training for module in modules],
@@ -41,12 +52,39 @@ def flags_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> tupl
         )
 
 
-def copy_flags(layer: nn.Module, to: nn.Module) -> None:
-    """Gives a fake copy the flags of a layer of its kind."""
-    for module, fake in zip(layer.modules(), to.modules(), strict=True):
-        fake.training = module.training
-    for parameter, copied in zip(layer.parameters(), to.parameters(), strict=True):
-        copied.requires_grad_(parameter.requires_grad)
+def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:
+    """Gives modules and parameters such flags as :func:`flags_of` has found."""
+    modules, parameters = flagged
+    for module, flag in zip(modules, flags, strict=False):
+        module.training = flag
+    for parameter, flag in zip(parameters, flags[len(modules) :], strict=True):
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
+
+
+def leaving_flags(
+    forward: Callable[..., Any], flagged: Flagged, flags: tuple[bool, ...]
+) -> Callable[..., tuple[Any, tuple[bool, ...]]]:
+    """A layer's forward that leaves its flags as they were, and also returns those that it would
+    leave, for all stages to set; nothing if they are the same.
+
+    Args:
+        forward: the layer's.
+        flagged: what has flags.
+        flags: those before the call.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[bool, ...]]:
+        left = flags
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            left = flags_of(flagged)
+            if left != flags:
+                set_flags(flagged, flags)
+        return result, () if left == flags else left
+
+    return run
 
 
 def kind_of(layer: nn.Module, forward: Any, without: Collection[Attribute]) -> Any:
@@ -142,6 +180,10 @@ def fake_copy(
         finally:
             if placed is not None:
                 layer.__dict__["forward"] = placed
+    for module in fake.modules():
+        if isinstance(module, nn.RNNBase):
+            # They are those of the layer's own parameters, which could not be swapped.
+            drop_weak_references(module)
     own = (module.__dict__.get("forward") for module in fake.modules())
     return None if any(isinstance(x, types.FunctionType) for x in own) else fake
 

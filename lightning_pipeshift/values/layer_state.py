@@ -20,12 +20,19 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeshift.compat.torch_private import COMPILED_CALL, MODULE_TABLES, buffers_of
+from lightning_pipeshift.compat.torch_private import (
+    COMPILED_CALL,
+    FLAT_WEIGHTS,
+    MODULE_TABLES,
+    buffers_of,
+)
 from lightning_pipeshift.values.arguments import is_node, parts_of
 from lightning_pipeshift.values.value import Value, version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
-NO_STATE = MODULE_TABLES | frozenset(nn.Module().__dict__) | {"forward", COMPILED_CALL}
+NO_STATE = frozenset(
+    {*MODULE_TABLES, *nn.Module().__dict__, *FLAT_WEIGHTS, "forward", COMPILED_CALL}
+)
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,17 @@ from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
     given,
-    part_of,
 )
 from lightning_pipeshift.values.calls import Call, Calls
-from lightning_pipeshift.values.contract import Contract
+from lightning_pipeshift.values.contract import Contract, other_numbers
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
     call_hooks,
+    flagged_in,
+    flags_of,
     hearing,
+    leaving_flags,
+    set_flags,
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
@@ -171,9 +173,11 @@ class Microbatch(Calls):
         placed = [x for x in arguments.tensors if type(x) is StepParameter]
         if placed:
             core.place_parameters(placed, [stage])
+        flagged = core.flagged[number]
+        flags = flags_of(flagged)
         key = (
             kind,
-            core.flags(number),
+            flags,
             torch.is_grad_enabled(),
             *_autocast(core.device),
             arguments.key,
@@ -187,18 +191,19 @@ class Microbatch(Calls):
                 changed: set[Attribute] = set()
                 forward = hearing(fake, core.plain_forward(number, fake), hooked)
                 forward = with_state(fake, forward, state, core.watch(number, fake), changed)
+                forward = leaving_flags(forward, flagged_in(fake), flags)
                 fake_args = ((), *args) if is_bare else all_args
                 contract = core.finder.find(forward, fake_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
                     return self._called(number, args, kwargs, hooks)
                 if is_bare and contract is not None:
-                    contract = replace(contract, result=part_of(contract.result, 0, 0))
+                    contract = contract.bare
             known = core.keep(key, contract, "layer", key[1:-3])
         contract, _, digest = known
         label = core.names[number]
         # Not before: what a stage has learned about a layer's state may differ.
         self.note_call(label, digest, arguments)
-        if is_bare and contract is None:
+        if is_bare and (contract is None or not contract.is_bare):
             is_bare, all_args = False, ((), *args)
 
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
@@ -218,7 +223,7 @@ class Microbatch(Calls):
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
             versions = list(map(version_in, others.values()))
-            result = forward(*run_args, **run_kwargs)
+            result, left = leaving_flags(forward, flagged, flags)(*run_args, **run_kwargs)
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:
@@ -236,6 +241,10 @@ class Microbatch(Calls):
                     f"`{label}` writes in place to a parameter that another stage holds, since a"
                     " layer there has it, too. Write to it between layers."
                 )
+            if not is_bare:
+                return result, left
+            if left:
+                raise other_numbers(label)
             return result
 
         stream = "layer", core.seed, self._step, self.turn, self._num_layers
@@ -244,7 +253,9 @@ class Microbatch(Calls):
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
         result = self._call(call)
         if not is_bare:
-            (result, heard), after, more = result
+            ((result, heard), after, more), left = result
+            if left:
+                set_flags(flagged, left)
             for attribute, value in (*zip(state, after, strict=True), *more):
                 attribute.set(layer, value)
             core.add_state(number, {attribute for attribute, _ in more})

@@ -100,8 +100,9 @@ def set_program(program: Program | None, device: torch.device) -> None:
 
 
 _NO_STEP = (
-    "inside of a layer that did not get it as an argument, in another thread, or after the step."
-    " Pass it to the layer as an argument, or keep `value.item()`."
+    "inside of a layer that did not get it as an argument (but by `functional_call`, say), in"
+    " another thread, or after the step. Pass it to the layer as an argument, or keep"
+    " `value.item()`."
 )
 
 

@@ -576,7 +576,8 @@ def test_predictions_are_of_measured_steps_and_the_same_on_all_ranks(virtual_mac
     assert found[0] is None
     # Once measured, always so, though a slow machine may measure more than once.
     measured = found[found.count(None) :]
-    assert measured and None not in measured
+    assert measured
+    assert None not in measured
 
 
 def test_one_minibatch_number_for_updates_rates_logs_and_progress() -> None:

@@ -588,6 +588,31 @@ class SwitchesWhatLearns(Habit):
         return [self.first, self.second, self.third, self.last]
 
 
+class RegistersAHookLate(Habit):
+    """While training runs: what was followed before is not what runs now."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.third.register_full_backward_hook(lambda _, made, given: times(0.5, made))
+
+
+class PassesAPackedSequence(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(NUM_FEATURES // 2, WIDTH, batch_first=True)
+        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.arange(len(x)) % 2 + 1
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x.view(len(x), 2, -1), lengths, batch_first=True, enforce_sorted=False
+        )
+        _, (state, _) = self.second(self.first(packed)[0])
+        result: Tensor = self.last(state[-1])
+        return result
+
+
 HABITS: dict[str, Callable[[], Classifier]] = {
     habit.__name__: habit
     for habit in (
@@ -627,6 +652,8 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         ChannelsLast,
         CopiesForLayout,
         SwitchesWhatLearns,
+        # The other core refuses them.
+        *([RegistersAHookLate, PassesAPackedSequence] if ON_VALUES else []),
     )
 }
 
@@ -785,31 +812,6 @@ class HasHookOnContainer(Habit):
         return result
 
 
-class RegistersAHookLate(Habit):
-    """While training runs: what was followed before is not what runs now."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.third.register_full_backward_hook(lambda _, made, given: times(0.5, made))
-
-
-class PassesAPackedSequence(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.LSTM(NUM_FEATURES // 2, WIDTH, batch_first=True)
-        self.second = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.last = nn.Linear(WIDTH, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.arange(len(x)) % 2 + 1
-        packed = nn.utils.rnn.pack_padded_sequence(
-            x.view(len(x), 2, -1), lengths, batch_first=True, enforce_sorted=False
-        )
-        _, (state, _) = self.second(self.first(packed)[0])
-        result: Tensor = self.last(state[-1])
-        return result
-
-
 class ReplacesParameters(Habit):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -827,14 +829,19 @@ def error_of(make: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "advice"),
-    [
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (HasHookOnContainer, "Register the hook on its layers"),
+    (ReplacesParameters, "`functional_call`"),
+]
+if not ON_VALUES:
+    REFUSED = [
         (HasHookOnContainer, "Register it on layers"),
         (RegistersAHookLate, "Register it on layers"),
         (ReplacesParameters, "Compute them inside of it"),
         (PassesAPackedSequence, "Let one module make the value and use it"),
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("make", "advice"), REFUSED)
 def test_what_does_not_work_is_an_error_with_advice(make: Callable[[], Any], advice: str) -> None:
     assert all(advice in message for message in run_ranks(error_of, 2, make))

@@ -281,6 +281,34 @@ class FrozenBehind(Model):
         return self.loss(x, targets) + extra * self.scale.sum()
 
 
+class Freezing(Block):
+    """A layer that freezes, thaws and switches what is in it, in each call another part."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:  # type: ignore[override]
+        """The block of ``x``."""
+        self.norm.weight.requires_grad_(number != 1)
+        self.up.requires_grad_(number == 1)
+        self.norm.train(number == 0)
+        return super().forward(x)
+
+
+class FrozenInside(Model):
+    """Parameters of layers are frozen, and thawed, where the layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Freezing(), Freezing(), Block()])
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        first, second, third, fourth = self.blocks
+        x = third(second(first(self.embedding(words)), number), number + 1)
+        for each in (second, third):
+            trained = [name for name, p in each.named_parameters() if p.requires_grad]
+            self.noted.append((trained, [module.training for module in each.modules()]))
+        return self.loss(fourth(x), targets)
+
+
 class Lazy(nn.Module):
     """A layer that gets attributes when it is first called; its arguments have names that others
     could have, too.
@@ -335,6 +363,7 @@ for each in (
     SetsDropout,
     Patched,
     FrozenBehind,
+    FrozenInside,
     BeginsLate,
 ):
     models.MORE[each.__name__] = each
@@ -375,6 +404,20 @@ class Writing(nn.Module):
         return x * 1.0
 
 
+class Hardening(nn.Module):
+    """As :class:`Hiding`, but it freezes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``."""
+        if x.detach().sum() > -1e9 and not x.detach().sum() > 1e9:
+            self.requires_grad_(False)
+        return x * 1.0
+
+
 class Strided(nn.Module):
     """A layer that has another layout with values."""
 
@@ -389,9 +432,10 @@ class Refused(Model):
     def __init__(self) -> None:
         super().__init__()
         self.hiding, self.writing, self.strided = Hiding(), Writing(), Strided()
+        self.hardening = Hardening()
 
     def layers(self) -> list[nn.Module]:
-        return [*super().layers(), self.hiding, self.writing, self.strided]
+        return [*super().layers(), self.hiding, self.writing, self.strided, self.hardening]
 
 
 def hidden_change(model: Any, rank: int, words: Tensor) -> Any:
@@ -404,6 +448,10 @@ def hidden_write(model: Any, rank: int, words: Tensor) -> Any:
 
 def hidden_item(model: Any, rank: int, words: Tensor) -> Any:
     return model.writing(model.hidden(words) * 1.0, [], False).sum()
+
+
+def hidden_flag(model: Any, rank: int, words: Tensor) -> Any:
+    return model.hardening(model.hidden(words)).sum()
 
 
 def other_layout(model: Any, rank: int, words: Tensor) -> Any:
