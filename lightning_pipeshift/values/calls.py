@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.compat.torch_private import (
     USES_OF_ONE,
     base_of,
@@ -17,7 +18,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import drawing_from
+from lightning_pipeshift.model.user_state.random_streams import drawing_from, require_no_draw
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -43,7 +44,7 @@ from lightning_pipeshift.values.value import (
     Value,
     run_by,
     user_line,
-    version_in,
+    versions_in,
 )
 
 _NOTHING = Outcome((), ())
@@ -165,12 +166,18 @@ class Calls(Transfers):
             kwargs = dict(items)
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
-        versions = list(map(version_in, tensors))
-        generators = self.core.generators if contract is None or contract.draws else ()
-        draws_on_host = contract is None or contract.draws_on_host
-        with drawing_from(generators, draws_on_host, *call.stream):
+        versions = versions_in(tensors)
+        if contract is None or contract.draws or contract.draws_on_host:
+            generators = self.core.generators if contract is None or contract.draws else ()
+            on_host = contract is None or contract.draws_on_host
+            with drawing_from(generators, on_host, *call.stream):
+                result = call.function(others, args, kwargs)
+        else:
+            mark = host_mark()
             result = call.function(others, args, kwargs)
-        written = [at for at, x in enumerate(tensors) if version_in(x) != versions[at]]
+            require_no_draw(mark)
+        now = versions_in(tensors)
+        written = [] if now == versions else [at for at, x in enumerate(now) if x != versions[at]]
         return result, nodes, before, written
 
     def _expected(self, call: Call) -> Any:

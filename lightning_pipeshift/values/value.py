@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -229,6 +229,12 @@ def version_in(tensor: Tensor) -> int:
         return 0
     with without_torch_function_of_subclasses():
         return version_of(tensor)
+
+
+def versions_in(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_in` of each."""
+    with without_torch_function_of_subclasses():
+        return [0 if type(x) is Value or x.is_inference() else version_of(x) for x in tensors]
 
 
 def name_of(function: Callable[..., Any]) -> str:

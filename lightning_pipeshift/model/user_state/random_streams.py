@@ -256,7 +256,15 @@ def drawing_from(
             generator.set_state(before)
         if host:
             set_host_state(state)
-    if not host and host_mark() != mark:
+    if not host:
+        require_no_draw(mark)
+
+
+def require_no_draw(mark: Any) -> None:
+    """Raises LayerError if something was drawn from NumPy or ``random`` since a :func:`host_mark`
+    of a layer that was not expected to.
+    """
+    if host_mark() != mark:
         raise LayerError(
             "A layer has drawn from NumPy or `random`, and did not in its run without values: from"
             " here on, other stages would draw other numbers than this one. Draw in every call, and"

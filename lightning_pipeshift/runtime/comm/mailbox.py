@@ -133,6 +133,10 @@ class Mailbox:
         # The phase of each stage, as far as it has told it.
         self._phases = [0] * self.num_stages
         self._offering = threading.Lock()
+        self._frames = [
+            torch.empty(_HEAD.size + _ROOM_BYTES, dtype=torch.uint8, device="cpu")
+            for _ in range(self.num_stages)
+        ]
         self._threads = [
             threading.Thread(target=self._receive_all, args=(source,), daemon=True)
             for source in range(self.num_stages)
@@ -327,15 +331,15 @@ class Mailbox:
     # --- receiving ---
 
     def _receive_all(self, source: int) -> None:
-        # What is sent may be shorter than what it is received in.
-        frame = torch.empty(_HEAD.size + _ROOM_BYTES, dtype=torch.uint8)
         try:
-            while self._receive(source, frame):
+            while self._receive(source):
                 pass
         except BaseException as error:
             self._fail(error)
 
-    def _receive(self, source: int, frame: Tensor) -> bool:
+    def _receive(self, source: int) -> bool:
+        # What is sent may be shorter.
+        frame = self._frames[source]
         self._complete(frame, source, _FRAME_TAG)
         step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
             _HEAD.unpack_from(frame.numpy())

@@ -245,7 +245,8 @@ class InMemoryMailbox(Mailbox):
         self._is_delivering = False
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
-        buffer.copy_(self._stages.taken(source, self.stage))
+        part = self._stages.taken(source, self.stage)
+        buffer[: part.numel()].copy_(part)
 
     def wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
         if any(map(self.has, keys)):
