@@ -40,8 +40,6 @@ from lightning_pipeshift.runtime.comm.messages import (
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 _HEAD = struct.Struct(f"<2q4b2qQq64s96s{MOST_DIMS}q")
-# Larger payloads are sent behind the frame.
-_ROOM_BYTES = 1 << 17
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
 _CONTIGUOUS = -1
@@ -91,6 +89,9 @@ class Mailbox:
         watched: the context to communicate in.
     """
 
+    room_bytes = 1 << 17
+    """Larger payloads are sent behind the frame, without a copy."""
+
     def __init__(
         self,
         group: Any,
@@ -134,7 +135,7 @@ class Mailbox:
         self._phases = [0] * self.num_stages
         self._offering = threading.Lock()
         self._frames = [
-            torch.empty(_HEAD.size + _ROOM_BYTES, dtype=torch.uint8, device="cpu")
+            torch.empty(_HEAD.size + self.room_bytes, dtype=torch.uint8, device="cpu")
             for _ in range(self.num_stages)
         ]
         self._threads = [
@@ -167,7 +168,7 @@ class Mailbox:
             is_view = storage_use_count(storage) > USES_OF_ONE
             data, strides = packed(content.detach())
         if content is not None:
-            form = _Form.IN_FRAME if data.numel() <= _ROOM_BYTES else _Form.BEHIND
+            form = _Form.IN_FRAME if data.numel() <= self.room_bytes else _Form.BEHIND
         in_frame = data.numel() if form is _Form.IN_FRAME else 0
         frame = torch.empty(_HEAD.size + in_frame, dtype=torch.uint8, device="cpu")
         _HEAD.pack_into(
