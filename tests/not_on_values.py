@@ -46,14 +46,19 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "branches": (
             "an_asynchronous_schedule_counts_on_all_stages",
             "stages_may_follow_a_step_at_different_times[async]",
+            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
             "what_no_stage_can_know_in_time_is_an_error[how1]",
             "what_the_last_stage_keeps_is_on_all_stages[async]",
         ),
         "shared_memory": ("asynchronous_pipelines_train_the_same_bits_either_way",),
+        "shown": ("a_plan_that_predicted_other_steps_is_told_once[False-async]",),
     },
     "migration": {
         "changing_plans": (
             "moves_take_along_what_any_optimizer_keeps",
+            "a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_on",
             "one_step_runs_on_two_owners",
             "random_moves_change_no_bit",
             "the_first_steps_are_measured_and_the_layers_change_their_owners",
@@ -74,6 +79,10 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "migration_faults": (),
         "pipeline_timeline": ("all_schedules_are_recorded_and_train_the_same_bits",),
         "run_commands": ("a_run_is_asked_for_moves_and_how_it_stands",),
+        "shown": (
+            "a_plan_that_predicted_other_steps_is_told_once[True-1f1b]",
+            "a_plan_that_predicted_other_steps_is_told_once[True-async]",
+        ),
         "slow_links": (),
         "stage_orders": (
             "orders_that_are_refused",
@@ -117,7 +126,9 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "nothing_waits_for_the_garbage_collector[how2-None-100-1]",
             "nothing_waits_for_the_garbage_collector[how2-None-100-2]",
         ),
+        "one_device": ("a_backward_that_would_not_be_called_is_refused[strategy1]",),
         "planning_command": ("a_plan_names_ranks_and_what_is_recomputed",),
+        "step_group": ("a_step_finds_one_replica[how1]",),
     },
     "measured": {
         "changing_plans": ("layers_that_no_step_calls_are_no_work",),
@@ -213,7 +224,12 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
             "layers_inside_one_stage_are_held_to_the_same_rules",
         ),
-        "branches": ("a_step_is_followed_again_for_another_branch_only",),
+        "branches": (
+            "a_step_is_followed_again_for_another_branch_only",
+            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
+        ),
         "shown": (
             "every_rank_writes_its_profilers_report",
             "sums_over_virtual_machines_are_timed",
@@ -222,6 +238,10 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "testing": (
             "a_clean_model",
             "a_model_that_is_never_the_same",
+            "the_command_says_what_differs",
+            "what_differs_is_named[logged value-found2]",
+            "what_differs_is_named[loss-found1]",
+            "what_differs_is_named[optimizer state-None]",
             "what_is_refused_is_told_with_the_reason",
             "what_one_stage_refuses_is_not_split",
         ),

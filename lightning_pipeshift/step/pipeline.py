@@ -393,7 +393,7 @@ class ValuePipeline(Pipeline):
                 losses.outcomes[-1].result = None
             if losses.is_complete:
                 # They travel while the backwards run.
-                digests.append(self._begin_digests(losses.outcomes))
+                digests.append(self._begin_digests((losses.outcomes, given.is_last_batch)))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -416,9 +416,7 @@ class ValuePipeline(Pipeline):
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
-        report = self._report(losses, given, digests[0])
-        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
-        return report
+        return self._report(losses, given, digests[0])
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.
@@ -453,8 +451,9 @@ class ValuePipeline(Pipeline):
         )
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
-        result, logs = self._gathered((result, logs))
-        report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
+        result, logs, is_last_batch = self._gathered((result, logs, given.is_last_batch))
+        require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
+        report = Report(result, logs, [], is_last_batch, size=size, stops=given.stops())
         self._end_step(given, report, 1)
         return report
 
@@ -470,8 +469,10 @@ class ValuePipeline(Pipeline):
 
     def _report(self, losses: Losses, given: TrainingBatch, digests: PostedSum) -> Report:
         """The report of a step, on every stage."""
-        outcomes = self._gathered(list(losses.outcomes), digests)
-        report = self._reporting.report(losses, outcomes, [], given.is_last_batch)
+        mine = losses.outcomes, given.is_last_batch
+        outcomes, is_last_batch = self._gathered(mine, digests)
+        require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
+        report = self._reporting.report(losses, outcomes, [], is_last_batch)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
@@ -549,6 +550,23 @@ class ValuePipeline(Pipeline):
                     if name in mine:
                         common = to_device(tensor, self.channels.device)
                         torch.utils.swap_tensors(mine[name], _of_its_own(common))
+
+    def match_replicas(self, parameters_too: bool) -> None:
+        """See :class:`Pipeline`."""
+        core = self.core
+        if self.replicas.count > 1:
+            # A layer may have put values into its buffers.
+            self.settle_values()
+        super().match_replicas(parameters_too)
+        for number, layer in enumerate(core.layers if core is not None and self.vm else ()):
+            # Every stage has the buffers that a layer replaces, and only its owner got them.
+            assert core is not None
+            owner = core.owners(number, 0)
+            mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
+            if mine:
+                found = self._share(to_host(mine) if owner == self.channels.stage else None, owner)
+                for attribute, buffer in to_device(found, self.channels.device).items():
+                    attribute.set(layer, buffer)
 
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""
