@@ -28,6 +28,7 @@ KINDS = {
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, or of recurrent modules, and functions that are given layers",
     "anomaly": "the layer and the microbatch of the first value that is no number",
+    "layers": "small models of which the other core makes fewer layers, as examples show",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
@@ -248,9 +249,31 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "unmodified": ("following_leaves_no_trace",),
     },
 }
+_IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
+    "asynchronous": {
+        "examples": ("the_asynchronous_example_trains_with_both_schedules",),
+        "pages": ("what_a_page_shows_runs[docs/asynchronous.md]",),
+    },
+    "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
+    "layers": {
+        "examples": (
+            "the_command_trains_from_the_config_file",
+            "the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch",
+            "two_hosts_find_each_other",
+        ),
+        "pages": ("what_a_page_shows_runs[docs/guides.md]",),
+    },
+    "measured": {
+        "examples": ("uneven_machines_are_cut_by_their_speeds",),
+        "pages": ("what_a_page_shows_runs[docs/plans.md]",),
+    },
+    "memory": {"examples": ("the_budget_of_the_memory_example_is_kept",)},
+    "migration": {"examples": ("layers_leave_a_machine_that_gets_slow",)},
+}
 LISTED = {
-    f"tests/end_to_end/test_{file}.py{f'::test_{name}' if name else ''}": kind
-    for kind, files in _IN_END_TO_END.items()
+    f"tests/{folder}/test_{file}.py{f'::test_{name}' if name else ''}": kind
+    for folder, kinds in (("end_to_end", _IN_END_TO_END), ("project", _IN_PROJECT))
+    for kind, files in kinds.items()
     for file, names in files.items()
     for name in names or ("",)
 }
