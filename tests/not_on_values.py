@@ -206,7 +206,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_run_goes_on_from_a_checkpoint_on_another_split[dict in the step-False]",
             "three_stages_and_moving_layers_give_the_bits_of_one[called again]",
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[recurrent]",
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
             "two_stages_give_the_bits_of_one[recurrent]",
