@@ -26,7 +26,7 @@ KINDS = {
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
-    "kept": "averages in a step, or of recurrent modules, and functions that are given layers",
+    "kept": "averages in a step, and functions that are given layers",
     "anomaly": "the layer and the microbatch of the first value that is no number",
     "layers": "small models of which the other core makes fewer layers, as examples show",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
@@ -208,7 +208,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
-            "two_stages_give_the_bits_of_one[recurrent]",
         ),
     },
     "anomaly": {
