@@ -46,7 +46,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "move": ("runtime.ownership.migration.Migration.start", 0, "moves"),
     "swap": ("runtime.offload.lending.Borrower.send", 5, "swaps"),
     "checkpoint": ("lightning.strategy.PipeShiftStrategy.save_checkpoint", 0, "saves"),
-    "validation": ("runtime.step.pipeline.Pipeline.evaluation_step", 2, "validates"),
+    "validation": ("lightning.evaluation.EvaluationSteps.run", 2, "validates"),
     "async save": ("checkpoint.sharded.Writing.finish", 0, "async"),
     "teardown": ("lightning.strategy.PipeShiftStrategy.teardown", 0, "pipeline"),
     "between runs": ("benchmarks.liveness.between_runs", 0, "twice"),

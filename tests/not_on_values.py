@@ -26,8 +26,9 @@ KINDS = {
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
-    "kept": "averages in a step, or of recurrent modules, and functions that are given layers",
+    "kept": "averages in a step, and functions that are given layers",
     "anomaly": "the layer and the microbatch of the first value that is no number",
+    "layers": "small models of which the other core makes fewer layers, as examples show",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
@@ -46,14 +47,19 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "branches": (
             "an_asynchronous_schedule_counts_on_all_stages",
             "stages_may_follow_a_step_at_different_times[async]",
+            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
             "what_no_stage_can_know_in_time_is_an_error[how1]",
             "what_the_last_stage_keeps_is_on_all_stages[async]",
         ),
         "shared_memory": ("asynchronous_pipelines_train_the_same_bits_either_way",),
+        "shown": ("a_plan_that_predicted_other_steps_is_told_once[False-async]",),
     },
     "migration": {
         "changing_plans": (
             "moves_take_along_what_any_optimizer_keeps",
+            "a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_on",
             "one_step_runs_on_two_owners",
             "random_moves_change_no_bit",
             "the_first_steps_are_measured_and_the_layers_change_their_owners",
@@ -74,6 +80,10 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "migration_faults": (),
         "pipeline_timeline": ("all_schedules_are_recorded_and_train_the_same_bits",),
         "run_commands": ("a_run_is_asked_for_moves_and_how_it_stands",),
+        "shown": (
+            "a_plan_that_predicted_other_steps_is_told_once[True-1f1b]",
+            "a_plan_that_predicted_other_steps_is_told_once[True-async]",
+        ),
         "slow_links": (),
         "stage_orders": (
             "orders_that_are_refused",
@@ -117,7 +127,9 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "nothing_waits_for_the_garbage_collector[how2-None-100-1]",
             "nothing_waits_for_the_garbage_collector[how2-None-100-2]",
         ),
+        "one_device": ("a_backward_that_would_not_be_called_is_refused[strategy1]",),
         "planning_command": ("a_plan_names_ranks_and_what_is_recomputed",),
+        "step_group": ("a_step_finds_one_replica[how1]",),
     },
     "measured": {
         "changing_plans": ("layers_that_no_step_calls_are_no_work",),
@@ -194,10 +206,8 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_run_goes_on_from_a_checkpoint_on_another_split[dict in the step-False]",
             "three_stages_and_moving_layers_give_the_bits_of_one[called again]",
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[recurrent]",
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
-            "two_stages_give_the_bits_of_one[recurrent]",
         ),
     },
     "anomaly": {
@@ -213,7 +223,12 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
             "layers_inside_one_stage_are_held_to_the_same_rules",
         ),
-        "branches": ("a_step_is_followed_again_for_another_branch_only",),
+        "branches": (
+            "a_step_is_followed_again_for_another_branch_only",
+            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
+        ),
         "shown": (
             "every_rank_writes_its_profilers_report",
             "sums_over_virtual_machines_are_timed",
@@ -222,15 +237,41 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "testing": (
             "a_clean_model",
             "a_model_that_is_never_the_same",
+            "the_command_says_what_differs",
+            "what_differs_is_named[logged value-found2]",
+            "what_differs_is_named[loss-found1]",
+            "what_differs_is_named[optimizer state-None]",
             "what_is_refused_is_told_with_the_reason",
             "what_one_stage_refuses_is_not_split",
         ),
         "unmodified": ("following_leaves_no_trace",),
     },
 }
+_IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
+    "asynchronous": {
+        "examples": ("the_asynchronous_example_trains_with_both_schedules",),
+        "pages": ("what_a_page_shows_runs[docs/asynchronous.md]",),
+    },
+    "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
+    "layers": {
+        "examples": (
+            "the_command_trains_from_the_config_file",
+            "the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch",
+            "two_hosts_find_each_other",
+        ),
+        "pages": ("what_a_page_shows_runs[docs/guides.md]",),
+    },
+    "measured": {
+        "examples": ("uneven_machines_are_cut_by_their_speeds",),
+        "pages": ("what_a_page_shows_runs[docs/plans.md]",),
+    },
+    "memory": {"examples": ("the_budget_of_the_memory_example_is_kept",)},
+    "migration": {"examples": ("layers_leave_a_machine_that_gets_slow",)},
+}
 LISTED = {
-    f"tests/end_to_end/test_{file}.py{f'::test_{name}' if name else ''}": kind
-    for kind, files in _IN_END_TO_END.items()
+    f"tests/{folder}/test_{file}.py{f'::test_{name}' if name else ''}": kind
+    for folder, kinds in (("end_to_end", _IN_END_TO_END), ("project", _IN_PROJECT))
+    for kind, files in kinds.items()
     for file, names in files.items()
     for name in names or ("",)
 }

@@ -396,7 +396,8 @@ class ValuePipeline(Pipeline):
                 losses.outcomes[-1].result = None
             if losses.is_complete:
                 # They travel while the backwards run.
-                begun.append(self._begin_gathering(list(losses.outcomes)))
+                everything = list(losses.outcomes), given.is_last_batch
+                begun.append(self._begin_gathering(everything))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -419,9 +420,7 @@ class ValuePipeline(Pipeline):
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
-        report = self._report(losses, given, *begun[0])
-        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
-        return report
+        return self._report(losses, given, *begun[0])
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.
@@ -456,8 +455,10 @@ class ValuePipeline(Pipeline):
         )
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
-        result, logs = self._gathered(*self._begin_gathering((result, logs)))
-        report = Report(result, logs, [], given.is_last_batch, size=size, stops=given.stops())
+        everything = result, logs, given.is_last_batch
+        result, logs, is_last_batch = self._gathered(*self._begin_gathering(everything))
+        require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
+        report = Report(result, logs, [], is_last_batch, size=size, stops=given.stops())
         self._end_step(given, report, 1)
         return report
 
@@ -472,11 +473,12 @@ class ValuePipeline(Pipeline):
         return loss * losses.factor(turn)
 
     def _report(
-        self, losses: Losses, given: TrainingBatch, outcomes: Structure, posted: PostedSum
+        self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
     ) -> Report:
         """The report of a step, on every stage."""
-        found = self._gathered(outcomes, posted)
-        report = self._reporting.report(losses, found, [], given.is_last_batch)
+        found, is_last_batch = self._gathered(everything, posted)
+        require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
+        report = self._reporting.report(losses, found, [], is_last_batch)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
@@ -556,6 +558,23 @@ class ValuePipeline(Pipeline):
                     if name in mine:
                         common = to_device(tensor, self.channels.device)
                         torch.utils.swap_tensors(mine[name], _of_its_own(common))
+
+    def match_replicas(self, parameters_too: bool) -> None:
+        """See :class:`Pipeline`."""
+        core = self.core
+        if self.replicas.count > 1:
+            # A layer may have put values into its buffers.
+            self.settle_values()
+        super().match_replicas(parameters_too)
+        for number, layer in enumerate(core.layers if core is not None and self.vm else ()):
+            # Every stage has the buffers that a layer replaces, and only its owner got them.
+            assert core is not None
+            owner = core.owners(number, 0)
+            mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
+            if mine:
+                found = self._share(to_host(mine) if owner == self.channels.stage else None, owner)
+                for attribute, buffer in to_device(found, self.channels.device).items():
+                    attribute.set(layer, buffer)
 
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""

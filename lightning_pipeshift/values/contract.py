@@ -153,6 +153,8 @@ class ContractFinder:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.num_runs = 0
         """How many calls were run on fake tensors so far."""
+        self.is_running = False
+        """Whether a call runs on fake tensors now."""
 
     def find(
         self,
@@ -208,6 +210,7 @@ class ContractFinder:
             watch = _Watch(made_up)
             # An operation that fails on them is run in another way, or on real tensors.
             FAKE_TENSOR_LOG.disabled = True
+            self.is_running = True
             try:
                 with watch:
                     result = function(*fake_args, **dict(fake_kwargs))
@@ -217,7 +220,7 @@ class ContractFinder:
                 # Whatever goes wrong on fake tensors is seen again, or is not, on the real ones.
                 return None
             finally:
-                FAKE_TENSOR_LOG.disabled = False
+                self.is_running = FAKE_TENSOR_LOG.disabled = False
                 draws_on_host = host_state() != 0
                 with real_tensors():
                     watch.draws |= not torch.equal(torch.get_rng_state(), states[1])

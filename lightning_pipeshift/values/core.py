@@ -374,6 +374,9 @@ def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
 class _PlacedForward:
     """The ``forward`` of a layer that its owner runs."""
 
+    # Without a `__dict__`, in the arguments of a call, it is no object with tensors in it.
+    __slots__ = ("_core", "_layer")
+
     def __init__(self, core: Core, layer: nn.Module) -> None:
         self._core, self._layer, self._number = core, layer, core.number[layer]
 
@@ -386,7 +389,9 @@ class _PlacedForward:
                 return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
                 return microbatch.layer(number, args, kwargs)
-        if core.operation is not None and core.owners(number, 0) != core.stage:
+        is_elsewhere = core.owners(number, 0) != core.stage
+        # On fake tensors an operation could not use the layer's weights, which one stage has.
+        if core.finder.is_running or (core.operation is not None and is_elsewhere):
             raise LayerError(
                 f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"
                 f" {core.owners(number, 0)} owns, and runs at stage {core.stage}. Make the module"

@@ -51,6 +51,7 @@ from tests.models import (
     SequentialMLP,
     points,
 )
+from tests.not_on_values import ON_VALUES
 
 
 def fails(
@@ -146,6 +147,11 @@ def test_the_plan_before_a_run() -> None:
 
 def fitting(how: Any, make_module: Callable[[], Any] = LayersOfItsOwn, **arguments: Any) -> None:
     fit(how, make_module, points(3), points(2), **{"max_epochs": 1, **arguments})
+
+
+def fitted(how: Any, make_module: Callable[[], Any]) -> Any:
+    """What is in the module in the end."""
+    return fit(how, make_module, points(3), max_epochs=1)[0]
 
 
 @pytest.mark.parametrize(
@@ -439,6 +445,17 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     (UnfreezesInAStep, LayerError, ["'second.weight'", "requires_grad", "on_train_epoch_start"]),
     (TurnsAFlag, LayerError, ["'second.bias'", "requires_grad", "hook"]),
 ]
+WORK_ON_VALUES = (
+    UsesAList,
+    ChangesItsInput,
+    CheckpointsSharedWeights,
+    UnfreezesInAStep,
+    TurnsAFlag,
+)
+SAID_ON_VALUES: dict[type, list[str]] = {
+    TrainsAStranger: ["every stage has", "parameter of the module"],
+    NormalizesAWeight: ["modified by an inplace operation", r"`x = x \* 2`"],
+}
 
 
 @pytest.mark.feature(
@@ -449,6 +466,14 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
 def test_a_model_that_cannot_be_a_pipeline(
     model: type, error: type[Exception], parts: list[str]
 ) -> None:
+    if ON_VALUES and model in WORK_ON_VALUES:
+        strategy = {"microbatches": 4, "partition": "uniform"}
+        (alone,) = run_ranks(on_rank, 1, fitted, strategy, (model,), {})
+        for found in run_ranks(on_rank, 2, fitted, strategy, (model,), {}):
+            assert not differences(found, alone, 0, 0)
+        return
+    if ON_VALUES:
+        parts = SAID_ON_VALUES.get(model, parts)
     refused(fails(fitting, model, stages=2), error, *parts)
 
 

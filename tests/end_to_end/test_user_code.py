@@ -488,6 +488,10 @@ def taking_turns(how: Any) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> None:
     for outcome in on_ranks(stages, taking_turns, expect_failure=True):
+        if ON_VALUES:
+            # Lightning says it: manual optimization may have several.
+            assert "automatic_optimization = False" in outcome.message
+            continue
         assert outcome.error_type == ConfigurationError.__name__
         assert "several parameter groups" in outcome.message
         assert "automatic_optimization = False" not in outcome.message

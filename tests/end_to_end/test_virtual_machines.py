@@ -129,14 +129,17 @@ def test_models_of_every_kind(name: str) -> None:
     over_virtual_machines(trained, 3, name, 2, virtual_machines=[[0, 1], [2]], rtol=1e-3)
 
 
+@pytest.mark.parametrize("virtual_machines", [[[0, 1], [2]], [[0], [1, 2]]])
 @pytest.mark.parametrize("name", ["batch_norm", "buffers_of_its_own"])
-def test_running_statistics_are_those_of_the_first_virtual_machine(name: str) -> None:
+def test_running_statistics_are_those_of_the_first_virtual_machine(
+    name: str, virtual_machines: list[list[int]]
+) -> None:
     found = on_ranks(
         trained,
         3,
         name,
         2,
-        virtual_machines=[[0, 1], [2]],
+        virtual_machines=virtual_machines,
         arguments={"validates": True},
     )
     assert found[0]["parameters"]

@@ -50,6 +50,15 @@ def resolve(
     return Placement(counts)
 
 
+def num_layers_in(spec: PartitionSpec) -> int | None:
+    """How many layers a user's own list places; ``None`` if it does not say."""
+    items: Any = spec
+    while isinstance(items, list | tuple) and items and isinstance(items[0], list | tuple):
+        items = items[0]
+    is_list = isinstance(items, list | tuple) and all(type(x) is int for x in items)
+    return sum(items) if is_list else None
+
+
 def _per_virtual_machine(
     spec: Sequence[int] | Sequence[Sequence[int]], num_virtual_machines: int
 ) -> tuple[tuple[int, ...], ...]:

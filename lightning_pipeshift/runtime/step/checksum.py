@@ -121,7 +121,7 @@ def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas
 
 
 def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
-    """Compares whether this stage and the last one see the end of the epoch at the same batch.
+    """Compares whether this stage and another one see the end of the epoch at the same batch.
 
     Raises:
         BatchError: they differ.
@@ -129,8 +129,8 @@ def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
     if mine != theirs:
         raise BatchError(
             "The stages of a virtual machine see different data: batch"
-            f" {batch_idx} is the epoch's last on {'this' if mine else 'the last'} stage, and not"
-            f" on {'the last' if mine else 'this'} one. All stages must see the same batches in the"
+            f" {batch_idx} is the epoch's last on {'this' if mine else 'another'} stage, and not"
+            f" on {'another' if mine else 'this'} one. All stages must see the same batches in the"
             " same order. Look for a data set whose length depends on the rank, the time, or the"
             " files of a host."
         )

@@ -51,6 +51,7 @@ from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import call_order
+from lightning_pipeshift.plan.inputs.partition import num_layers_in
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
@@ -224,10 +225,13 @@ class Pipeline:
         )
         self.streams = RandomStreams(channels.device)
         self._current_pass = CurrentPass()
-        # With core="values" random streams are those of layers, so more stages must not mean more
-        # layers. (Numbers that are left to the planner are measured on the other core.)
-        on_values, num_stages = settings.core == "values", max(replicas.topology.stages_per_vm)
-        layers = find_layers(root, MOST_OPENED if on_values else num_stages)
+        num_layers = max(replicas.topology.stages_per_vm)
+        if settings.core == "values":
+            # Random streams are those of layers, so more stages must not mean more layers. (Numbers
+            # that are left to the planner are measured on the other core.)
+            given = settings.plan and len(settings.plan.layers)
+            num_layers = given or num_layers_in(settings.partition) or MOST_OPENED
+        layers = find_layers(root, num_layers)
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
