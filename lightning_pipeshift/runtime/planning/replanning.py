@@ -523,14 +523,14 @@ class Replanning:
 
     def _probed(self, own: Sequence[int], figures: RankFigures, took: Estimate) -> RankFigures:
         """The figures of this rank. If it counts as slow since layers were taken from it, and does
-        not look slow now, it is probed now and then.
+        not look slow now, it is probed now and then, until it has recovered.
         """
         before, now = (
             sum(sum(times[layer]) for layer in own if layer in times)
             for times in (figures.earlier, figures.times)
         )
-        is_held = bool(figures.earlier) or not own
-        if not is_held:
+        is_held = bool(figures.earlier) or (not own and not self.profiler.has_recovered)
+        if own and not is_held:
             self._slowdown = None
         is_slow = bool(before) and before < _SLOWER * now
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
@@ -541,6 +541,8 @@ class Replanning:
             # What other programs add to it now and then is in the times of all ranks' layers.
             self._slowdown = slowdown if slowdown > _SLOWER else 1.0
             self._doubt = found.error / found.mean if found.mean else 0.0
+            has_recovered = self._probe_times.has_recovered(seconds, self._slowdown == 1.0)
+            self.profiler.has_recovered = has_recovered
         if self._slowdown is None or is_slow:
             return figures
         # Without layers, the few operations around them do not say how fast the rank is.
