@@ -107,7 +107,7 @@ def _capped(values: Sequence[float]) -> list[float]:
 class ProbeTimes:
     """When a rank that gave layers away, as it was slow, is probed. With less to do, or nothing,
     its own layers do not show how fast it is. If it gets layers by that and loses them again soon,
-    it waits twice as long. Once probes have found it fast for long enough it has recovered.
+    it waits twice as long.
     """
 
     def __init__(self) -> None:
@@ -115,25 +115,24 @@ class ProbeTimes:
         self._next = 0
         self._num_held = 0
         self._num_free: float = math.inf
-        # How long a probe may take by now; and how long probes in a row have found the rank fast.
-        self._most, self._fast_seconds = 0.0, 0.0
+        # How long a probe may take by now.
+        self._most = 0.0
 
-    def has_recovered(self, seconds: float, is_fast: bool) -> bool:
-        """Whether pauses that may be rare have had the time to show, and there were none.
+    def more(self, seconds: float) -> float:
+        """How much longer a probe takes that has found the rank fast so far: rare pauses have to
+        have the time to show. The next one waits accordingly.
 
         Args:
-            seconds: how long the latest probe took.
-            is_fast: whether it has found the rank as fast as before.
+            seconds: how long it has taken.
         """
-        self._fast_seconds = self._fast_seconds + seconds if is_fast else 0.0
-        return self._fast_seconds >= _MOST_SECONDS
+        self._most = seconds - _MOST_SECONDS
+        return _MOST_SECONDS - seconds
 
     def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 
         Args:
-            is_held: whether the rank counts as slow since layers were taken from it: no longer when
-                it :meth:`has_recovered`.
+            is_held: whether the rank counts as slow since layers were taken from it.
             is_slow: whether its own layers show that it still is: no probe is needed for that.
             window_seconds: how long a window takes.
         """
@@ -141,7 +140,6 @@ class ProbeTimes:
             self._num_held, self._num_free, self._most = 0, self._num_free + 1, 0.0
             return 0.0
         if not self._num_held:
-            self._fast_seconds = 0.0
             self._after *= 2 if self._num_free <= 2 * self._after else 1
             self._next = self._after
         self._num_held, self._num_free = self._num_held + 1, 0

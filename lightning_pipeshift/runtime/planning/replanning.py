@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -536,13 +537,15 @@ class Replanning:
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
-            found = recent(slices, len(slices))
-            slowdown = found.mean / self._slice_seconds
-            # What other programs add to it now and then is in the times of all ranks' layers.
-            self._slowdown = slowdown if slowdown > _SLOWER else 1.0
+            limit = _SLOWER * self._slice_seconds
+            if fmean(slices) <= limit:
+                slices += time_slices(self._device, self._probe_times.more(seconds))
+            # For a rank that counts as slow even one pause is evidence. What other programs add now
+            # and then is in the times of all ranks' layers.
+            found, mean = recent(slices, len(slices)), fmean(slices)
+            self._slowdown = mean / self._slice_seconds if mean > limit else 1.0
             self._doubt = found.error / found.mean if found.mean else 0.0
-            has_recovered = self._probe_times.has_recovered(seconds, self._slowdown == 1.0)
-            self.profiler.has_recovered = has_recovered
+            self.profiler.has_recovered = mean <= limit
         if self._slowdown is None or is_slow:
             return figures
         # Without layers, the few operations around them do not say how fast the rank is.
