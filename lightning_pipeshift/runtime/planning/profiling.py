@@ -176,10 +176,10 @@ class Profiler:
         """This rank's work in a step, over the steps since it or the time of a whole step changed:
         rare pauses that end show late in the work of a few layers.
         """
-        work, steps = list(self._work), list(self._steps)
-        found = recent(work, fewest) if work else Estimate(0.0, num_steps=0)
-        since = recent(steps[-found.num_steps :], fewest).num_steps if steps else found.num_steps
-        return recent(work[-since:], fewest) if since < found.num_steps else found
+        work, steps = list(self._work) or [0.0], list(self._steps)
+        found = recent(work, fewest)
+        since = recent(steps[-found.num_steps :], fewest).num_steps if steps else 0
+        return recent(work[-since:], fewest) if since else found
 
     # --- results ---
 
@@ -316,13 +316,11 @@ class Profiler:
         return times
 
     def _extra(self, stretch: float) -> Times | None:
-        found = []
-        for kinds in (_FORWARDS, _BACKWARDS):
-            seconds = [self.timer.median(kind.name) for kind in kinds]
-            if seconds[1] is None:
-                return None
-            found.append(stretch * sum(filter(None, seconds)))
-        return found[0], found[1]
+        found = [[self.timer.median(k.name) for k in kinds] for kinds in (_FORWARDS, _BACKWARDS)]
+        if any(own is None for _, own, _ in found):
+            return None
+        forward, backward = (stretch * sum(filter(None, seconds)) for seconds in found)
+        return forward, backward
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
