@@ -136,6 +136,11 @@ RUNS = (
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run(
+        "slow_hosts_loaded",
+        "slow_hosts --only loaded",
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
+    ),
+    Run(
         "timeline_cost",
         "timeline_cost",
         (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),

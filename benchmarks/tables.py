@@ -29,7 +29,7 @@ _LANES_CHANGED = "the lanes, and what listens to a step, have changed since"
 
 _BESIDE = "another core has been added beside the code that it measures"
 OLD: dict[str, str] = {
-    "slow_hosts": "its command names the kind of pauses since, and the code is the same",
+    "slow_hosts": "how pauses count, and when a slow rank is probed, have changed since",
     **dict.fromkeys(
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,

@@ -61,7 +61,9 @@ class Timer(LayerListener):
         self._device = device
         self._samples: dict[tuple[str, int], Samples] = {}
         # Marked intervals that have not been read yet.
-        self._marked: list[tuple[tuple[str, int], Event, Event]] = []
+        self._marked: list[tuple[tuple[str, int], Event, Event, bool]] = []
+        # The layers' time that was read since the last interval around some.
+        self._inside = 0.0
         self._entered: list[tuple[int, Event]] = []
         self._begin: Event | None = None
         # Of this thread's processor, and of the clock: when a forward began, and those of all.
@@ -72,7 +74,7 @@ class Timer(LayerListener):
         """The moment at which the device reaches this point."""
         return record_event(self._device, is_timed=True)
 
-    def add(self, what: str, number: int, begin: Any, end: Any) -> None:
+    def add(self, what: str, number: int, begin: Any, end: Any, is_around: bool = False) -> None:
         """Adds an interval.
 
         Args:
@@ -81,8 +83,10 @@ class Timer(LayerListener):
                 the layer.
             begin: a result of :meth:`now`.
             end: likewise.
+            is_around: whether the layers' intervals since the last such one lie in it. Only the
+                rest of it counts: a pause in a layer is none outside of it.
         """
-        self._marked.append(((what, number), begin, end))
+        self._marked.append(((what, number), begin, end, is_around))
 
     def enter(self, gate: Gate, arguments: Any) -> None:
         """See :class:`LayerListener`."""
@@ -127,13 +131,17 @@ class Timer(LayerListener):
         """
         waiting, work = [], 0.0
         for entry in self._marked:
-            key, begin, end = entry
+            key, begin, end, is_around = entry
             seconds = elapsed_seconds(begin, end)
             if seconds is None:
                 waiting.append(entry)
-            else:
-                self._samples.setdefault(key, Samples()).add(seconds)
-                work += seconds if key[0] in _WORK else 0.0
+                continue
+            if key[0] in _WORK:
+                work += seconds
+                self._inside += seconds if key[1] >= 0 else 0.0
+            elif is_around:
+                seconds, self._inside = max(0.0, seconds - self._inside), 0.0
+            self._samples.setdefault(key, Samples()).add(seconds)
         self._marked = waiting
         return work
 
@@ -160,4 +168,4 @@ class Timer(LayerListener):
         """Discards all samples, for example those of warm-up steps."""
         self._samples.clear()
         self._marked.clear()
-        self._ran = self._took = 0.0
+        self._ran = self._took = self._inside = 0.0

@@ -120,10 +120,15 @@ def profile_of(
             speed = usual / ratio
             speeds[rank] = 1.0 if abs(speed - 1) < _ALIKE else speed
         table = [(f * usual, b * usual) for f, b in guessed[kind]]
+        # A rank may count as slower than its own layers show: these are no cheaper than others.
+        scales = {
+            rank: speeds[rank] * ratio / (_ratio(figures[rank].times, guessed[kind]) or ratio)
+            for rank, ratio in known.items()
+        }
         for layer in range(len(layers)):
             found = [
-                tuple(seconds * speeds[rank] for seconds in times)
-                for rank in known
+                tuple(seconds * scale for seconds in times)
+                for rank, scale in scales.items()
                 if (times := figures[rank].times.get(layer)) is not None
             ]
             if found:
@@ -197,8 +202,13 @@ def _ratios(
         max(_ratio(times, guess) or 0.0 for times in (mine.times, mine.earlier))
         for mine, guess in zip(figures, guessed, strict=True)
     ]
-    both = zip(trained, estimates, strict=True)
-    usual = median([there / before for there, before in both if there and before] or [1.0])
+    # Times of a rank that is known to be slow may have its slowness in them.
+    both = [
+        there / before
+        for mine, there, before in zip(figures, trained, estimates, strict=True)
+        if there and before and not mine.slowdown
+    ]
+    usual = median(both or [1.0])
 
     def ratio(mine: RankFigures, there: float, before: float | None) -> float | None:
         if before and (mine.slowdown or not there):

@@ -118,6 +118,16 @@ class ProbeTimes:
         # How long a probe may take by now.
         self._most = 0.0
 
+    def more(self, seconds: float) -> float:
+        """How much longer a probe takes that has found the rank fast so far: rare pauses have to
+        have the time to show. The next one waits accordingly.
+
+        Args:
+            seconds: how long it has taken.
+        """
+        self._most = seconds - _MOST_SECONDS
+        return _MOST_SECONDS - seconds
+
     def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.
 

@@ -212,8 +212,8 @@ class Decider:
             if judged.verdict == UNDONE:
                 return self._undo(pending, stays, window)
             undone = pending.undoes
-            took, error, _ = window.took
-            if undone is not None and took - error > (undone.after_seconds or math.inf):
+            least = window.took.mean - window.took.error
+            if undone is not None and least > (1 + MIN_GAIN) * (undone.after_seconds or math.inf):
                 # Without it steps are clearly slower: it was not the change that made them slow.
                 failed, new = self._failed, pending.old
                 self._failed = [each for each in failed if not each.new.is_like(new)]

@@ -87,6 +87,8 @@ class Profiler:
         self._earlier: dict[int, Times] = {}
         # These times as they were before this rank's layers changed.
         self._held_before: dict[int, Times] = {}
+        self.has_recovered = False
+        """Whether this rank is as fast as before layers were taken from it."""
         self.is_undone = False
         """Whether the next change of the plan undoes the one before it."""
         # Of each step under this plan: its seconds, and the work of a microbatch of largest size.
@@ -168,8 +170,16 @@ class Profiler:
         Args:
             fewest: over how many of the latest steps at least, of which one is measured.
         """
-        work = recent(list(self._work), fewest)
-        return recent(list(self._steps)[-work.num_steps :], fewest)
+        return recent(list(self._steps)[-self._work_of(fewest).num_steps :], fewest)
+
+    def _work_of(self, fewest: int) -> Estimate:
+        """This rank's work in a step, over the steps since it or the time of a whole step changed:
+        rare pauses that end show late in the work of a few layers.
+        """
+        work, steps = list(self._work) or [0.0], list(self._steps)
+        found = recent(work, fewest)
+        since = recent(steps[-found.num_steps :], fewest).num_steps if steps else 0
+        return recent(work[-since:], fewest) if since else found
 
     # --- results ---
 
@@ -211,10 +221,10 @@ class Profiler:
         return RankFigures(
             guesses=guesses,
             times=times,
-            earlier=self._earlier,
+            earlier={} if self.has_recovered else self._earlier,
             error=error,
             ran=None if self._is_asynchronous else self.timer.ran,
-            extra=self._extra(times.values(), stretch),
+            extra=self._extra(stretch),
             outside_seconds=self.timer.median(_OUTSIDE),
             saved_bytes={
                 layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
@@ -271,7 +281,7 @@ class Profiler:
         step; and its relative error.
         """
         typical = self.timer.typical_seconds / max(1, self._num_timed_in_window)
-        work = recent(list(self._work), fewest) if self._work else Estimate(0.0)
+        work = self._work_of(fewest)
         if not typical or not work.mean:
             return 1.0, 0.0
         return work.mean / typical, work.error / work.mean
@@ -288,7 +298,7 @@ class Profiler:
                 self._earlier = self._held_before
             elif own < self._own:
                 self._earlier = self._times_before
-            self._held_before, self.is_undone = held, False
+            self._held_before, self.is_undone, self.has_recovered = held, False, False
         elif self._earlier and times:
             now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
             more = max(1.0, now / before / (1 + 2 * error)) if before else 1.0
@@ -305,16 +315,12 @@ class Profiler:
                 times[layer] = (stretch * forward, stretch * (backward or 0.0))
         return times
 
-    def _extra(self, times: Iterable[Times], stretch: float) -> Times | None:
-        own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
-        found = []
-        for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
-            seconds = [self.timer.median(kind.name) for kind in kinds]
-            if seconds[1] is None:
-                return None
-            taken = stretch * sum(filter(None, seconds))
-            found.append(max(0.0, taken - layers))
-        return found[0], found[1]
+    def _extra(self, stretch: float) -> Times | None:
+        found = [[self.timer.median(k.name) for k in kinds] for kinds in (_FORWARDS, _BACKWARDS)]
+        if any(own is None for _, own, _ in found):
+            return None
+        forward, backward = (stretch * sum(filter(None, seconds)) for seconds in found)
+        return forward, backward
 
 
 def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Final
 
 import torch
@@ -523,24 +524,28 @@ class Replanning:
 
     def _probed(self, own: Sequence[int], figures: RankFigures, took: Estimate) -> RankFigures:
         """The figures of this rank. If it counts as slow since layers were taken from it, and does
-        not look slow now, it is probed now and then.
+        not look slow now, it is probed now and then, until it has recovered.
         """
         before, now = (
             sum(sum(times[layer]) for layer in own if layer in times)
             for times in (figures.earlier, figures.times)
         )
-        is_held = bool(figures.earlier) or not own
-        if not is_held:
+        is_held = bool(figures.earlier) or (not own and not self.profiler.has_recovered)
+        if own and not is_held:
             self._slowdown = None
         is_slow = bool(before) and before < _SLOWER * now
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices = time_slices(self._device, seconds)
-            found = recent(slices, len(slices))
-            slowdown = found.mean / self._slice_seconds
-            # What other programs add to it now and then is in the times of all ranks' layers.
-            self._slowdown = slowdown if slowdown > _SLOWER else 1.0
+            limit = _SLOWER * self._slice_seconds
+            if fmean(slices) <= limit:
+                slices += time_slices(self._device, self._probe_times.more(seconds))
+            # For a rank that counts as slow even one pause is evidence. What other programs add now
+            # and then is in the times of all ranks' layers.
+            found, mean = recent(slices, len(slices)), fmean(slices)
+            self._slowdown = mean / self._slice_seconds if mean > limit else 1.0
             self._doubt = found.error / found.mean if found.mean else 0.0
+            self.profiler.has_recovered = mean <= limit
         if self._slowdown is None or is_slow:
             return figures
         # Without layers, the few operations around them do not say how fast the rank is.

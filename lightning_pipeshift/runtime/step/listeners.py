@@ -91,4 +91,4 @@ class ActionTimes(ActionListener):
         """See :class:`ActionListener`."""
         timer = self._timers.get(action.microbatch)
         if timer is not None:
-            timer.add(action.kind.name, -1, self._begin, timer.now())
+            timer.add(action.kind.name, -1, self._begin, timer.now(), is_around=True)

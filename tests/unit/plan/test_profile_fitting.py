@@ -115,6 +115,27 @@ def test_a_stage_that_gave_layers_away_is_as_slow_as_the_evidence_says(evidence,
     assert [device.speed for device in machines.devices] == pytest.approx([1.0, 1.0, speed])
 
 
+def test_layers_of_a_rank_that_counts_as_slow_are_no_cheaper_than_others():
+    """It ran its own at full speed, as with little to do it is within its quota."""
+    others = RankFigures(guesses=EQUAL, times=EQUAL)
+    held = RankFigures(guesses=EQUAL, times=times(d=EQUAL[3]), earlier=slower(4, EQUAL))
+    profile, machines = found("XXX", others, others, held)
+    assert [device.speed for device in machines.devices] == pytest.approx([1.0, 1.0, 0.25])
+    assert profile.kinds["X"].forward == pytest.approx([EQUAL[n][0] for n in range(4)])
+    alone = RankFigures(guesses=EQUAL, times=times(a=EQUAL[0], b=EQUAL[1], c=EQUAL[2]))
+    profile, _ = found("XX", alone, held)
+    first, *_, last = profile.kinds["X"].forward
+    assert last / first == pytest.approx(EQUAL[3][0] / EQUAL[0][0])
+
+
+def test_a_slowness_that_a_probe_and_the_layers_show_counts_once():
+    others = RankFigures(guesses=EQUAL, times=EQUAL)
+    held = RankFigures(guesses=EQUAL, times=slower(3, times(d=EQUAL[3])), slowdown=4.0)
+    _, machines = found("XX", others, held)
+    one, two = (device.speed for device in machines.devices)
+    assert one / two == pytest.approx(4.0)
+
+
 def test_what_an_action_takes_besides_layers():
     common = {"guesses": EQUAL, "times": EQUAL}
     figures = [

@@ -137,6 +137,17 @@ def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
         assert any(found)
 
 
+@pytest.mark.parametrize("window_seconds", [1.0, 10.0, 100.0])
+def test_a_probe_that_goes_on_for_three_seconds_is_made_up_for(window_seconds: float) -> None:
+    times, taken = ProbeTimes(), 0.0
+    for window in range(1, 201):
+        if seconds := times.seconds(True, False, window_seconds):
+            assert seconds + times.more(seconds) == pytest.approx(3.0)
+            taken += 3.0
+            assert taken <= 0.05 * window * window_seconds + 3.0
+    assert taken > 3.0
+
+
 def test_a_rank_that_shows_how_slow_it_is_needs_no_probe_until_it_looks_fast() -> None:
     times = ProbeTimes()
     assert not any(times.seconds(True, True, 10.0) for _ in range(50))
