@@ -121,8 +121,8 @@ class Calls(Transfers):
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with run_by(None), without_torch_function_of_subclasses():
             result, nodes, before, written = self._run(call, tensors, others)
-            does_nothing = contract is not None and not nodes and not written
-            if does_nothing and kept_simply(contract, result, tensors):
+            is_simple = contract is not None and not nodes and not written
+            if contract is not None and is_simple and kept_simply(contract, result, tensors):
                 new = [result]
             else:
                 after = Outcome(nodes, tensors, result)

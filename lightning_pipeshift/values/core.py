@@ -375,7 +375,7 @@ class _PlacedForward:
     """The ``forward`` of a layer that its owner runs."""
 
     # Without a `__dict__`, in the arguments of a call, it is no object with tensors in it.
-    __slots__ = ("_core", "_layer")
+    __slots__ = ("_core", "_layer", "_number")
 
     def __init__(self, core: Core, layer: nn.Module) -> None:
         self._core, self._layer, self._number = core, layer, core.number[layer]

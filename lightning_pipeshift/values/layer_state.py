@@ -96,7 +96,10 @@ class Watch:
         self._tables: list[dict[str, Any]] = []
         self._sizes: list[int] = []
         # For each attribute: in which table, its name there, and what it is.
-        self._watched: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
+        tables: list[dict[str, Any]] = []
+        names: list[str] = []
+        values: list[Any] = []
+        self._watched = tables, names, values
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
@@ -108,8 +111,9 @@ class Watch:
                 self._tables.append(table)
                 self._sizes.append(len(table))
                 for attribute, x in watched:
-                    for found, what in zip(self._watched, (table, attribute.name, x), strict=True):
-                        found.append(what)
+                    tables.append(table)
+                    names.append(attribute.name)
+                    values.append(x)
                     mark_of = id if is_buffer else partial(mark, seen=seen)
                     self._marks[attribute] = mark_of(x)
                     if isinstance(x, Value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -189,7 +189,8 @@ class Microbatch(Calls):
             contract, fake = None, core.fake_of(number)
             if fake is not None:
                 changed: set[Attribute] = set()
-                forward = hearing(fake, core.plain_forward(number, fake), hooked)
+                forward: Callable[..., Any] = core.plain_forward(number, fake)
+                forward = hearing(fake, forward, hooked)
                 forward = with_state(fake, forward, state, core.watch(number, fake), changed)
                 forward = leaving_flags(forward, flagged_in(fake), flags)
                 fake_args = ((), *args) if is_bare else all_args

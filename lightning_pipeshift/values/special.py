@@ -70,7 +70,7 @@ def _set_gradient(microbatch: Microbatch, tensor: Tensor, gradient: Tensor | Non
     if isinstance(tensor, StepParameter):
         microbatch.core.place_parameters([tensor], ())
     account, plain = microbatch.account_of(tensor), gradient
-    if type(gradient) in PLACED:
+    if gradient is not None and type(gradient) in PLACED:
         plain = microbatch.bring(gradient, account.owner, False, "grad")
     if microbatch.stage == account.owner:
         assert account.tensor is not None

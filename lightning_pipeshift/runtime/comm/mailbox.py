@@ -172,7 +172,7 @@ class Mailbox:
         in_frame = data.numel() if form is _Form.IN_FRAME else 0
         frame = torch.empty(_HEAD.size + in_frame, dtype=torch.uint8, device="cpu")
         _HEAD.pack_into(
-            frame.numpy(),
+            frame.numpy().data,
             0,
             key.step,
             key.turn,
@@ -343,7 +343,7 @@ class Mailbox:
         frame = self._frames[source]
         self._complete(frame, source, _FRAME_TAG)
         step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
-            _HEAD.unpack_from(frame.numpy())
+            _HEAD.unpack_from(frame.numpy().data)
         )
         label, line, *strides = rest
         data = None
