@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
+from weakref import ref
 
 import torch
 import torch.nn.modules.module as torch_modules
@@ -117,20 +118,6 @@ class OperationMode(TorchDispatchMode):
         of ``__torch_dispatch__``.
         """
         raise NotImplementedError
-
-
-_OWN = frozenset({"aten", "prim", "prims"})
-
-
-def may_draw(func: Any) -> bool:
-    """Whether an operation, as ``__torch_dispatch__`` gets it, may draw random numbers from torch's
-    generators. What is not torch's own may: it need not say so.
-    """
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _OWN:
-        return True
-    # Torch runs that one only without dropout.
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return torch.Tag.nondeterministic_seeded in func.tags and func is not flash
 
 
 # --- autograd's version counters ---
@@ -521,6 +508,11 @@ def drop_weak_references(module: nn.RNNBase) -> None:
     cannot be swapped.
     """
     module._flat_weight_refs = []
+
+
+def renew_weak_references(module: nn.RNNBase) -> None:
+    """Gives a copy of a recurrent module weak references to its own parameters."""
+    module._flat_weight_refs = [None if x is None else ref(x) for x in module._flat_weights]
 
 
 def make_weak_references(module: nn.RNNBase) -> None:

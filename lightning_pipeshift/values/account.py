@@ -60,6 +60,7 @@ class Account:
             another tensor with the same memory then.
         era: when it was computed, by the backwards of its step; ``None``: at no certain time.
         name: the run, the microbatch and the number of the value in it; ``None``: a parameter.
+        sent_at: at the owner: how often the tensor had been written to when it was sent first.
         seen: here, what another stage has sent for a read; it may be of a write before.
     """
 
@@ -76,6 +77,7 @@ class Account:
         "owner",
         "requires_grad",
         "seen",
+        "sent_at",
         "tensor",
     )
 
@@ -97,6 +99,7 @@ class Account:
         self.holders = {owner}
         self.last = owner
         self.has_left = False
+        self.sent_at: int | None = None
         self._num_writes = self.memory.num_writes
 
     @property

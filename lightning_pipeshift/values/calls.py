@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.compat.torch_private import (
     USES_OF_ONE,
     base_of,
@@ -18,7 +17,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import drawing_from, require_no_draw
+from lightning_pipeshift.model.user_state.random_streams import drawing_from
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -167,15 +166,9 @@ class Calls(Transfers):
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
-        if contract is None or contract.draws or contract.draws_on_host:
-            generators = self.core.generators if contract is None or contract.draws else ()
-            on_host = contract is None or contract.draws_on_host
-            with drawing_from(generators, on_host, *call.stream):
-                result = call.function(others, args, kwargs)
-        else:
-            mark = host_mark()
+        draws_on_host = contract is None or contract.draws_on_host
+        with drawing_from(self.core.generators, draws_on_host, *call.stream):
             result = call.function(others, args, kwargs)
-            require_no_draw(mark)
         now = versions_in(tensors)
         written = [] if now == versions else [at for at, x in enumerate(now) if x != versions[at]]
         return result, nodes, before, written

@@ -26,7 +26,6 @@ from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     FakeTensorMode,
     OperationMode,
-    may_draw,
     pytree,
     real_tensors,
     schema_of,
@@ -78,7 +77,6 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
-        draws: whether it draws from torch's generators.
         draws_on_host: whether it draws from NumPy or ``random``.
         is_bare: of a layer: whether the result is what the layer returns, and nothing around it.
     """
@@ -88,7 +86,6 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
-    draws: bool
     draws_on_host: bool
     is_bare: bool = False
 
@@ -222,8 +219,6 @@ class ContractFinder:
             finally:
                 self.is_running = FAKE_TENSOR_LOG.disabled = False
                 draws_on_host = host_state() != 0
-                with real_tensors():
-                    watch.draws |= not torch.equal(torch.get_rng_state(), states[1])
                 set_host_state(states[0])
                 torch.set_rng_state(states[1])
         if any(not isinstance(size, int) for spec in specs for size in spec.shape):
@@ -238,7 +233,6 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
-            draws=watch.draws,
             draws_on_host=draws_on_host,
         )
 
@@ -376,12 +370,7 @@ class _Watch(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
         self.written: set[int] = set()
-        self.draws = False
         self._made_up = made_up
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.draws = self.draws or may_draw(func)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func not in OF_SHAPE:

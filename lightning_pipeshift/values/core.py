@@ -23,6 +23,7 @@ from lightning_pipeshift.compat.torch_private import (
     plain_call,
     preserved_version_counters,
     set_hook_tables,
+    storage_key_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
@@ -130,6 +131,7 @@ class Core:
         self.compares_floats = True
         """Whether all stages compute the same bits, so that tensors of floats which every stage has
         have to be equal."""
+        self._buffer_memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -143,12 +145,19 @@ class Core:
                 watch = self._watches[number] = self.watch(number, layer)
             if self.add_state(number, watch.values):
                 return self.kind_of(number)
+            self.look_for_flags(number)
             kind = kind_of(layer, self._own[number], state)
             if kind not in self._kinds:
                 self._num_kinds += 1
                 _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)
             self._kind_numbers[number] = self._kinds[kind]
         return self._kind_numbers[number], watch
+
+    def look_for_flags(self, number: int) -> bool:
+        """Finds again what has flags in a layer; returns whether that has changed."""
+        before, now = self.flagged[number], flagged_in(self.layers[number])
+        self.flagged[number] = now
+        return [list(map(id, each)) for each in before] != [list(map(id, each)) for each in now]
 
     def watch(self, number: int, layer: nn.Module) -> Watch:
         """What watches the attributes of a layer, or of a copy of it."""
@@ -289,8 +298,16 @@ class Core:
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
+    def is_in_buffer(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor of this stage shares its memory with a buffer of a layer."""
+        if self._buffer_memories is None:
+            buffers = [x for buffers in self.buffers for x in buffers if not x.is_meta]
+            self._buffer_memories = {storage_key_of(x) for x in buffers}
+        return storage_key_of(tensor) in self._buffer_memories
+
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
+        self._buffer_memories = None
         self.mailbox.pass_phase()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps)

@@ -17,12 +17,12 @@ from lightning_pipeshift.compat.torch_private import (
     MAKES_WEIGHTS,
     BackwardHook,
     buffers_of,
-    drop_weak_references,
     forward_hooks_of,
     forward_pre_hooks,
     has_forward_hooks,
     hook_tables,
     parameters_of,
+    renew_weak_references,
     set_hook_tables,
     without_torch_function_of_subclasses,
 )
@@ -183,7 +183,7 @@ def fake_copy(
     for module in fake.modules():
         if isinstance(module, nn.RNNBase):
             # They are those of the layer's own parameters, which could not be swapped.
-            drop_weak_references(module)
+            renew_weak_references(module)
     own = (module.__dict__.get("forward") for module in fake.modules())
     return None if any(isinstance(x, types.FunctionType) for x in own) else fake
 

@@ -186,6 +186,8 @@ class Microbatch(Calls):
         )
         known = core.contracts.get(key)
         if known is None:
+            if core.look_for_flags(number):
+                return self._called(number, args, kwargs, hooks)
             contract, fake = None, core.fake_of(number)
             if fake is not None:
                 changed: set[Attribute] = set()

@@ -30,6 +30,7 @@ from lightning_pipeshift.values.value import (
     name_of,
     run_by,
     user_line,
+    version_in,
 )
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Transfers(NotedProgram):
         account.refresh()
         if stage not in account.holders:
             self._send(account, tensor, stage, label)
+        elif account.sent_at is not None and stage != self.stage:
+            self._require_as_sent(account, label)
         if with_gradient and account.requires_grad:
             self._require_new(tensor, label)
             if account.last != stage:
@@ -134,13 +137,31 @@ class Transfers(NotedProgram):
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
         key = self._key(account.owner, Kind.VALUE)
         if self.stage == account.owner:
+            assert account.tensor is not None
+            if account.sent_at is None:
+                account.sent_at = version_in(account.tensor)
             with without_torch_function_of_subclasses():
-                self.mailbox.send(stage, key, self._place(label), account.tensor)
+                # A layer may write to its buffer while that is on its way.
+                is_buffer = self.core.is_in_buffer(account.tensor)
+                content = account.tensor.clone() if is_buffer else account.tensor
+                self.mailbox.send(stage, key, self._place(label), content)
         elif self.stage == stage:
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
                 account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
         account.holders.add(stage)
+
+    def _require_as_sent(self, account: Account, label: str) -> None:
+        """Raises LayerError if a layer has written to its own tensor after that was sent, which no
+        contract tells: the other stage would use the old bytes.
+        """
+        assert account.tensor is not None
+        if version_in(account.tensor) != account.sent_at:
+            raise LayerError(
+                f"`{label}` ({user_line()}) uses a tensor again that was sent to another stage, and"
+                " that a layer has written to in place since: a buffer that it returned, perhaps."
+                " Let the layer return a copy (`self.state.clone()`)."
+            )
 
     def _lead_chain(self, account: Account, stage: int, label: str) -> None:
         """Leads the chain of a value's consumers to another stage."""
@@ -254,7 +275,9 @@ class Transfers(NotedProgram):
             return
         with without_torch_function_of_subclasses():
             if tensor.nbytes <= _KEPT_BYTES:
-                self.mailbox.offer(key_of(account), tensor.detach())
+                # Of an inference tensor nobody counts the writes.
+                kept = tensor.clone() if tensor.is_inference() else tensor.detach()
+                self.mailbox.offer(key_of(account), kept)
 
 
 def key_of(account: Account) -> Key:

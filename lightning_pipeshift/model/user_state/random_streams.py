@@ -235,15 +235,14 @@ def drawing_from(
     their earlier state.
 
     Args:
-        generators: torch's; none of them if nothing is drawn from them.
+        generators: torch's.
         host: whether draws from NumPy and ``random`` do so, too, which takes much longer.
         key: the stream's.
 
     Raises:
         LayerError: something was drawn from NumPy or ``random`` without ``host``.
     """
-    seed = stream_seed(*key) if generators or host else 0
-    states = [generator.get_state() for generator in generators]
+    seed, states = stream_seed(*key), [generator.get_state() for generator in generators]
     state, mark = (host_state() if host else 0), host_mark()
     for generator in generators:
         generator.manual_seed(seed)
@@ -256,15 +255,7 @@ def drawing_from(
             generator.set_state(before)
         if host:
             set_host_state(state)
-    if not host:
-        require_no_draw(mark)
-
-
-def require_no_draw(mark: Any) -> None:
-    """Raises LayerError if something was drawn from NumPy or ``random`` since a :func:`host_mark`
-    of a layer that was not expected to.
-    """
-    if host_mark() != mark:
+    if not host and host_mark() != mark:
         raise LayerError(
             "A layer has drawn from NumPy or `random`, and did not in its run without values: from"
             " here on, other stages would draw other numbers than this one. Draw in every call, and"
