@@ -262,6 +262,13 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def counted_writes(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; 0 for one of inference mode, where nobody counts
+    that.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks before or behind a module's forward are registered."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

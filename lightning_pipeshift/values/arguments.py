@@ -152,10 +152,10 @@ class Arguments:
     def _scan(self, x: Any) -> Any:
         cls = type(x)
         if cls in _SIMPLE:
-            if cls is int and not self._num_objects:
-                self.numbers.append(x)
+            if cls is int:
+                self._note_number(x)
             return (cls, x)
-        if cls is tuple:
+        if isinstance(x, tuple):
             self._num_tuples += 1
             return (cls, *map(self._scan, x))
         if isinstance(x, Tensor):
@@ -173,9 +173,6 @@ class Arguments:
             if isinstance(x, bytes) and len(x) > _LONG_BYTES:
                 x = hashlib.blake2b(x).digest()
             return (type(x), x)
-        if isinstance(x, tuple):
-            self._num_tuples += 1
-            return (cls, *map(self._scan, x))
         if isinstance(x, slice):
             self._num_tuples += 1
             return (slice, self._scan(x.start), self._scan(x.stop), self._scan(x.step))
@@ -261,9 +258,6 @@ class Items(NamedTuple):
     parts: tuple[Any, ...]
 
 
-_EMPTY = Items(tuple, ())
-
-
 class Constant(NamedTuple):
     """In an encoded result: anything else, as it is."""
 
@@ -306,8 +300,8 @@ class Outcome:
         cls = type(x)
         if cls in _SIMPLE:
             return Constant(x)
-        if cls is tuple:
-            return Items(tuple, tuple(map(self._encoded, x))) if x else _EMPTY
+        if isinstance(x, tuple):
+            return Items(cls, tuple(map(self._encoded, x)))
         if isinstance(x, Tensor):
             if id(x) in self._tensor_numbers:
                 return Argument(self._tensor_numbers[id(x)])
@@ -315,8 +309,6 @@ class Outcome:
                 self._new_numbers[id(x)] = len(self.new)
                 self.new.append(x)
             return New(self._new_numbers[id(x)])
-        if isinstance(x, tuple):
-            return Items(cls, tuple(map(self._encoded, x)))
         if is_node(x):
             if id(x) not in self._node_numbers:
                 self._node_numbers[id(x)] = len(self._nodes)

@@ -120,8 +120,8 @@ class Calls(Transfers):
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with run_by(None), without_torch_function_of_subclasses():
             result, nodes, before, written = self._run(call, tensors, others)
-            is_simple = contract is not None and not nodes and not written
-            if contract is not None and is_simple and kept_simply(contract, result, tensors):
+            is_unchanged = not nodes and not written
+            if contract is not None and is_unchanged and kept_simply(contract, result, tensors):
                 new = [result]
             else:
                 after = Outcome(nodes, tensors, result)
@@ -170,7 +170,7 @@ class Calls(Transfers):
         with drawing_from(self.core.generators, draws_on_host, *call.stream):
             result = call.function(others, args, kwargs)
         now = versions_in(tensors)
-        written = [] if now == versions else [at for at, x in enumerate(now) if x != versions[at]]
+        written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
 
     def _expected(self, call: Call) -> Any:
@@ -270,7 +270,7 @@ class Calls(Transfers):
     def _told(
         self, call: Call, here: dict[int, Tensor], ran: tuple[Any, Sequence[Tensor]] | None
     ) -> Any:
-        """What a call gives whose stage tells the others: it depends on values.
+        """Returns the result of a call that depends on values: its stage tells it to the others.
 
         Args:
             call: the call.

@@ -145,7 +145,7 @@ class Core:
                 watch = self._watches[number] = self.watch(number, layer)
             if self.add_state(number, watch.values):
                 return self.kind_of(number)
-            self.look_for_flags(number)
+            self.find_flagged(number)
             kind = kind_of(layer, self._own[number], state)
             if kind not in self._kinds:
                 self._num_kinds += 1
@@ -153,8 +153,8 @@ class Core:
             self._kind_numbers[number] = self._kinds[kind]
         return self._kind_numbers[number], watch
 
-    def look_for_flags(self, number: int) -> bool:
-        """Finds again what has flags in a layer; returns whether that has changed."""
+    def find_flagged(self, number: int) -> bool:
+        """Finds a layer's modules and parameters again; returns whether they are others now."""
         before, now = self.flagged[number], flagged_in(self.layers[number])
         self.flagged[number] = now
         return [list(map(id, each)) for each in before] != [list(map(id, each)) for each in now]

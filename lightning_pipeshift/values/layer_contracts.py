@@ -34,11 +34,12 @@ _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 Flagged = tuple[list[nn.Module], list[nn.Parameter]]
-"""What has flags in a layer: modules may be in training, and parameters may be trained."""
+"""The modules and the parameters of a layer: each module has the flag ``training``, and each
+parameter ``requires_grad``."""
 
 
 def flagged_in(layer: nn.Module) -> Flagged:
-    """What has flags in a layer."""
+    """The modules and the parameters of a layer."""
     return list(layer.modules()), list(layer.parameters())
 
 

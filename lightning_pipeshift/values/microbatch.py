@@ -42,7 +42,7 @@ from lightning_pipeshift.values.value import (
     Value,
     name_of,
     run_by,
-    version_in,
+    versions_in,
 )
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Microbatch(Calls):
         stage, layer = core.owners(number, self.turn), core.layers[number]
         hooked, (kind, watch) = core.hooked(number), core.kind_of(number)
         state, recomputes = core.states[number], self._recomputes
-        # Most layers change nothing but what they return, and nobody listens inside of them.
+        # Most layers change no attributes, and have no hooks inside.
         is_bare = not state and not hooked
         all_args = args if is_bare else (tuple(each.get(layer) for each in state), *args)
         arguments = Arguments(given(all_args, kwargs), _described, exact=True)
@@ -186,7 +186,7 @@ class Microbatch(Calls):
         )
         known = core.contracts.get(key)
         if known is None:
-            if core.look_for_flags(number):
+            if core.find_flagged(number):
                 return self._called(number, args, kwargs, hooks)
             contract, fake = None, core.fake_of(number)
             if fake is not None:
@@ -225,7 +225,7 @@ class Microbatch(Calls):
             if others and not recomputes:
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
-            versions = list(map(version_in, others.values()))
+            versions = versions_in(others.values())
             result, left = leaving_flags(forward, flagged, flags)(*run_args, **run_kwargs)
             if is_bare:
                 changed = watch.look()
@@ -239,7 +239,7 @@ class Microbatch(Calls):
                     " assign the attribute in every call, or return what it keeps, and not only if"
                     " values, or things outside of the layer, say so."
                 )
-            if versions != list(map(version_in, others.values())):
+            if versions != versions_in(others.values()):
                 raise LayerError(
                     f"`{label}` writes in place to a parameter that another stage holds, since a"
                     " layer there has it, too. Write to it between layers."

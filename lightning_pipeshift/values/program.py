@@ -53,7 +53,11 @@ class NotedProgram:
         numbers, modes, shapes.
         """
         self.digest = _rolled(self.digest, repr((label, what)).encode())
-        line = NO_LINE if label == "backward" else user_line()
+        if label != "backward":
+            self._note_line(label)
+
+    def _note_line(self, label: str) -> None:
+        line = user_line()
         if line != NO_LINE:
             self.last = label, line
 
@@ -72,9 +76,7 @@ class NotedProgram:
             if type(x) is Value and x.account.name is not None:
                 found = found * 31 + sum(x.account.name)
         self.digest = _rolled(found, label.encode())
-        line = user_line()
-        if line != NO_LINE:
-            self.last = label, line
+        self._note_line(label)
 
     def note_generators(self) -> None:
         """Adds the state of torch's generators to the digest. NumPy's and Python's draws are in it

@@ -275,7 +275,7 @@ class Transfers(NotedProgram):
             return
         with without_torch_function_of_subclasses():
             if tensor.nbytes <= _KEPT_BYTES:
-                # Of an inference tensor nobody counts the writes.
+                # Torch does not count writes to tensors of inference mode, so they are copied.
                 kept = tensor.clone() if tensor.is_inference() else tensor.detach()
                 self.mailbox.offer(key_of(account), kept)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
+    counted_writes,
     make_wrapper_subclass,
-    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import TRAINABLE
@@ -225,16 +225,13 @@ PLACED: frozenset[type] = frozenset({Value, StepParameter, StepBuffer})
 
 def version_in(tensor: Tensor) -> int:
     """How often a plain tensor's memory was written to, where that is counted."""
-    if isinstance(tensor, Value) or tensor.is_inference():
-        return 0
-    with without_torch_function_of_subclasses():
-        return version_of(tensor)
+    return versions_in([tensor])[0]
 
 
-def versions_in(tensors: Sequence[Tensor]) -> list[int]:
+def versions_in(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_in` of each."""
     with without_torch_function_of_subclasses():
-        return [0 if type(x) is Value or x.is_inference() else version_of(x) for x in tensors]
+        return [0 if type(x) is Value else counted_writes(x) for x in tensors]
 
 
 def name_of(function: Callable[..., Any]) -> str:

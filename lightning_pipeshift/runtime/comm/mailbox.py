@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import USES_OF_ONE, storage_use_count, version_of
+from lightning_pipeshift.compat.torch_private import USES_OF_ONE, counted_writes, storage_use_count
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import (
     ADVICE,
@@ -250,7 +250,7 @@ class Mailbox:
             tensor: the value.
         """
         with self._offering:
-            self._offers[key] = tensor, _version_of(tensor)
+            self._offers[key] = tensor, counted_writes(tensor)
             asked = self._asked.pop(key, None)
             answers = [self._answer(to, key, phase) for to, phase in (asked or {}).items()]
         if asked:
@@ -261,7 +261,7 @@ class Mailbox:
         its memory has been written to since.
         """
         tensor, version = self._offers.get(key) or (None, 0)
-        return tensor if tensor is not None and _version_of(tensor) == version else None
+        return tensor if tensor is not None and counted_writes(tensor) == version else None
 
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
         """Sends a value that is read to all other stages, once."""
@@ -529,10 +529,6 @@ class Mailbox:
 def _direction(key: Key) -> tuple[int, ...]:
     is_gradient = key.kind is Kind.GRADIENT
     return key.source, key.step, key.turn, is_gradient, key.part if is_gradient else 0
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _cut(text: str, num_bytes: int) -> bytes:
