@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -66,7 +67,10 @@ class Microbatch(Calls):
     def __init__(self, core: Core, run_number: int, step: int, turn: int) -> None:
         super().__init__(core, run_number, turn)
         self._step = step
-        self._num_layers = self._num_operations = 0
+        self._num_layers = 0
+        # By the function's name: on the only stage, what a step has kept are plain tensors in the
+        # next one, and functions of them do not count. Others draw the same numbers all the same.
+        self._num_operations: Counter[str] = Counter()
         self.is_in_backward = False
         self.has_later_backward = False
         """Whether the schedule runs the backward, some time after the step."""
@@ -99,7 +103,7 @@ class Microbatch(Calls):
             known = core.keep(key, contract, name_of(function), key[1:-1])
         contract, label, digest = known
         self.note_call(label, digest, arguments)
-        self._num_operations += 1
+        self._num_operations[label] += 1
         stage = self._stage_of(contract, arguments)
         if stage is None:
             return self._everywhere(function, args, kwargs)
@@ -111,7 +115,8 @@ class Microbatch(Calls):
             finally:
                 core.operation = None
 
-        stream = "operation", core.seed, self._step, self.turn, self._num_operations
+        number = self._num_operations[label]
+        stream = "operation", core.seed, self._step, self.turn, label, number
         return self._call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
 
     def plain(self, tree: Any) -> Any:

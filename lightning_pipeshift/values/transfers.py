@@ -65,7 +65,7 @@ class Transfers(NotedProgram):
                 tensor = value.account.tensor
                 assert tensor is not None
                 # What autograd has saved cannot be swapped, but what shares its memory can.
-                view = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+                view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
         self._new_token()
         self.accounts.clear()

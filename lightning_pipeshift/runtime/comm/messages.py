@@ -111,7 +111,8 @@ class Message(NamedTuple):
         order = _dims_in_memory(shape, self.strides)
         found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
         _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
-        return found.view_as(found) if self.is_view else found
+        # Not `view_as`: that gives a dimension of size 1 another stride.
+        return torch.ops.aten.alias(found) if self.is_view else found
 
 
 def _dims_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

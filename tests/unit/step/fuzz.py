@@ -107,6 +107,10 @@ def plainly(program: Program, num_steps: int) -> Trained:
             if not program.by_hand and loss is not None:
                 (loss / len(batches)).backward()
             losses.append(None if loss is None else loss.detach().clone())
+        memories = [p.grad.data_ptr() for p in module.parameters() if p.grad is not None]
+        if len(set(memories)) < len(memories):
+            # Parameters of one element get the gradient of their sums so: each adds to both.
+            raise RuntimeError("Torch has given two parameters one gradient.")
         _end_step(found, module, losses, dict(module.named_parameters()))
     found.buffers, found.lines = dict(module.named_buffers()), module.lines
     return found

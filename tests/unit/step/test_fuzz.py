@@ -66,6 +66,15 @@ FOUND = {
         layers="Linear Linear Linear",
         owners=(0, 1, 0),
     ),
+    "a draw behind an operation on what an earlier step has kept": program(
+        "x = self.layers[0](x0)",
+        "self.queue.append(x.detach())",
+        "x = x + sum(old.mean() for old in self.queue)",
+        "return self.layers[1](F.dropout(x, 0.2)).pow(2).mean()",
+        layers="Linear Linear",
+        owners=(0, 1),
+        rows=(2,),
+    ),
     "a microbatch without a loss, whose value another stage has used": Program(
         10283,  # also draws the schedules, and which of them overlap
         2,
