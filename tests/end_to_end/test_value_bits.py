@@ -272,7 +272,7 @@ class LooksAtGradients(Base):
     def on_after_backward(self) -> None:
         named = dict(self.named_parameters())
         named["embedding.weight"].grad.mul_(0.5)  # type: ignore[union-attr]
-        named["head.bias"].grad = named["head.bias"].grad + 0.01  # type: ignore[operator]
+        named["head.bias"].grad = named["head.bias"].grad + 0.01  # type: ignore[assignment, operator]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = {name: float(x) for name, x in grad_norm(self, 2).items()}
