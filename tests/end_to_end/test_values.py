@@ -595,6 +595,35 @@ def test_ranks_that_run_differently_are_told_both_lines(kind: type[Base], tmp_pa
         assert len(re.findall(r"test_values\.py:\d+\)", said)) == 2
 
 
+class MeetsAlone(Base):
+    """One rank alone calls a collective between two steps."""
+
+    alone = 1, 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if (self.global_rank, self.global_step) == self.alone:
+            torch.distributed.all_reduce(torch.ones(3))
+
+
+class MeetsAloneEarly(MeetsAlone):
+    """The others wait for all stages at once: they compare the second batch."""
+
+    alone = 0, 1
+
+
+@pytest.mark.parametrize("kind", [MeetsAlone, MeetsAloneEarly])
+def test_a_collective_of_one_rank_alone_ends_with_its_line(
+    kind: type[Base], tmp_path: Path
+) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
+    said = "\n".join(each.message for each in outcomes if each.error_type == "StageFailedError")
+    assert re.search(
+        r"waits in `torch.distributed.all_reduce` \(.*test_values\.py:\d+ in on_", said
+    )
+    assert "Call it on every rank" in said
+
+
 class Moves(Base):
     """Asks for a move."""
 
