@@ -57,10 +57,20 @@ def default_group(group: Any) -> Iterator[None]:
     world: Any = dist.distributed_c10d._world
     before = world.default_pg
     world.default_pg = group
+    _replaced.append(before)
     # What `get_backend` asks.
     world.pg_map[group] = world.pg_map[before]
     try:
         yield
     finally:
         del world.pg_map[group]
-        world.default_pg = before
+        world.default_pg = _replaced.pop()
+
+
+_replaced: list[Any] = []
+
+
+def num_collectives() -> int:
+    """How many collectives this rank has begun on the job's default process group."""
+    group: Any = _replaced[0] if _replaced else dist.distributed_c10d._world.default_pg
+    return 0 if group is None else int(group._get_sequence_number_for_group())

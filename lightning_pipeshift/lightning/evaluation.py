@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -25,10 +26,20 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import say_again
-from lightning_pipeshift.runtime.step.checksum import require_data_for_all, require_same_lengths
+from lightning_pipeshift.runtime.comm.channels import PostedSum
+from lightning_pipeshift.runtime.step.checksum import (
+    require_data_for_all,
+    require_same_lengths,
+    require_same_places,
+)
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import UserStep
+
+# How many batches a stage may run ahead of the others before it compares which one comes next.
+_AHEAD = 4
+# Where no batch comes any more: the numbers of a dataloader and a batch, and that it is the end.
+_NO_BATCH = -1, -1, True
 
 
 def _may_end_early(loader: Any) -> bool:
@@ -53,6 +64,8 @@ class EvaluationSteps:
         # The target of each result that has not been fetched yet: a list of the predict loop, and
         # the index in it.
         self._awaited: list[tuple[list[Any], int]] = []
+        # Of the last batches, which ones they are at each stage.
+        self._places: list[PostedSum] = []
 
     def begin(self, what: str) -> None:
         """Compares the lengths of the data over the ranks, and makes the virtual machines' running
@@ -100,6 +113,8 @@ class EvaluationSteps:
         loop = self._loop
         progress: Any = loop.batch_progress
         batch_idx, dataloader_idx = self._place(rest)
+        at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
+        self._compare(dataloader_idx, batch_idx, at_end)
         trace = self._pipeline.evaluation_step(
             batch,
             batch_idx,
@@ -112,7 +127,6 @@ class EvaluationSteps:
         )
         if name == "predict_step":
             self._await_prediction(loop, dataloader_idx)
-        at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
         if not (at_end or self._is_needed_now(name, trace, loop)):
             return None
         reports = self._pipeline.fetch_reports()
@@ -120,6 +134,18 @@ class EvaluationSteps:
         if at_end:
             self._pipeline.settle_values()
         return result
+
+    def _compare(self, dataloader_idx: int, batch_idx: int, at_end: bool) -> None:
+        """Compares over the stages which batch comes next. Stages that have more of them go on
+        meanwhile, and wait for each other at the end.
+        """
+        pipeline, channels = self._pipeline, self._pipeline.channels
+        pipeline.meets()
+        places = torch.zeros(channels.num_stages, 3, dtype=torch.int64)
+        places[channels.stage] = torch.tensor((dataloader_idx, batch_idx, at_end))
+        self._places.append(channels.post_sum(places))
+        while len(self._places) > (0 if at_end else _AHEAD):
+            require_same_places(self._places.pop(0).wait().tolist())
 
     def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         # A single device: its result and logs are available at once.
@@ -164,6 +190,7 @@ class EvaluationSteps:
                 "its data set) returns more batches than it yields. Return the right number, or "
                 "remove it."
             )
+        self._compare(*_NO_BATCH)
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
         predictions = predictions_of(loop)

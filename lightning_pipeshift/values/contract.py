@@ -373,6 +373,9 @@ class _Watch(OperationMode):
         self._made_up = made_up
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("generator") is not None:
+            # One of the layer's own keeps its state.
+            kwargs = {**kwargs, "generator": None}
         if func not in OF_SHAPE:
             self.used.update(
                 id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)

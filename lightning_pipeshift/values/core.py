@@ -131,7 +131,7 @@ class Core:
         self.compares_floats = True
         """Whether all stages compute the same bits, so that tensors of floats which every stage has
         have to be equal."""
-        self._buffer_memories: set[int] | None = None
+        self._memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
@@ -298,16 +298,19 @@ class Core:
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
-    def is_in_buffer(self, tensor: Tensor) -> bool:
-        """Whether a plain tensor of this stage shares its memory with a buffer of a layer."""
-        if self._buffer_memories is None:
-            buffers = [x for buffers in self.buffers for x in buffers if not x.is_meta]
-            self._buffer_memories = {storage_key_of(x) for x in buffers}
-        return storage_key_of(tensor) in self._buffer_memories
+    def is_in_layer(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor of this stage shares its memory with a parameter or a buffer of a
+        layer.
+        """
+        if self._memories is None:
+            named = (x for each in self.parameters for _, x in each)
+            held = (*named, *(x for each in self.buffers for x in each))
+            self._memories = {storage_key_of(x) for x in held if not x.is_meta}
+        return storage_key_of(tensor) in self._memories
 
     def begin(self) -> None:
         """Begins a run of microbatches. Every stage calls this."""
-        self._buffer_memories = None
+        self._memories = None
         self.mailbox.pass_phase()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps)

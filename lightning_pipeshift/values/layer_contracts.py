@@ -145,8 +145,9 @@ def fake_copy(
     device: torch.device,
     without: Collection[Attribute],
 ) -> nn.Module | None:
-    """A copy of a layer with fake parameters and buffers; ``None`` if the forward of one of its
-    modules is a function that was put in its place, which may use the module itself.
+    """A copy of a layer with fake parameters and buffers; ``None`` if it has something that cannot
+    be copied (a ``ScriptModule``), or if the forward of one of its modules is a function that was
+    put in its place, which may use the module itself.
 
     Args:
         layer: its own may have no memory here.
@@ -163,6 +164,9 @@ def fake_copy(
             for name, x in module.__dict__.items():
                 if isinstance(x, Tensor):
                     memo[id(x)] = _fake(x, device)
+                elif isinstance(x, torch.Generator):
+                    # It belongs to the layer's owner, and draws nothing on fake tensors.
+                    memo[id(x)] = x
                 elif "_hooks" in name and isinstance(x, dict):
                     # Hooks may belong to the whole model.
                     memo[id(x)] = type(x)(
@@ -178,6 +182,8 @@ def fake_copy(
             fake = copy.deepcopy(layer, memo)
             if forward is not None:
                 fake.__dict__["forward"] = copy.deepcopy(forward, memo)
+        except Exception:
+            return None
         finally:
             if placed is not None:
                 layer.__dict__["forward"] = placed

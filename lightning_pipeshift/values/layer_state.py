@@ -36,6 +36,12 @@ NO_STATE = frozenset(
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Those of a module; of a ``ScriptModule``, whose table is no dictionary, a copy of it."""
+    table = buffers_of(module)
+    return table if isinstance(table, dict) else dict(table.items())
+
+
 class _Missing(enum.Enum):
     ATTRIBUTE = 0
 
@@ -56,13 +62,13 @@ class Attribute(NamedTuple):
     def get(self, layer: nn.Module) -> Any:
         """Its value; ``_Missing`` if there is none."""
         module = layer.get_submodule(self.path)
-        table = buffers_of(module) if self.is_buffer else module.__dict__
+        table = _buffers_of(module) if self.is_buffer else module.__dict__
         return table.get(self.name, _Missing.ATTRIBUTE)
 
     def set(self, layer: nn.Module, value: Any) -> None:
         """Sets it, or removes it: code may ask for it with ``hasattr``."""
         module = layer.get_submodule(self.path)
-        table: dict[str, Any] = buffers_of(module) if self.is_buffer else module.__dict__
+        table: dict[str, Any] = _buffers_of(module) if self.is_buffer else module.__dict__
         if value is _Missing.ATTRIBUTE:
             table.pop(self.name, None)
         else:
@@ -104,7 +110,7 @@ class Watch:
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         for path, module in self._layer.named_modules():
-            buffers = buffers_of(module)
+            buffers = _buffers_of(module)
             for table, is_buffer in ((module.__dict__, False), (buffers, True)):
                 own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
                 watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
@@ -171,7 +177,7 @@ def shared_buffers(layers: Sequence[nn.Module]) -> list[dict[Attribute, Tensor]]
         {
             Attribute(path, name, True): buffer
             for path, module in layer.named_modules()
-            for name, buffer in buffers_of(module).items()
+            for name, buffer in _buffers_of(module).items()
             if buffer is not None
         }
         for layer in layers

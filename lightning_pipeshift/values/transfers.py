@@ -141,9 +141,10 @@ class Transfers(NotedProgram):
             if account.sent_at is None:
                 account.sent_at = version_in(account.tensor)
             with without_torch_function_of_subclasses():
-                # A layer may write to its buffer while that is on its way.
-                is_buffer = self.core.is_in_buffer(account.tensor)
-                content = account.tensor.clone() if is_buffer else account.tensor
+                content = account.tensor
+                # A layer may write to what is its own while that is on its way.
+                if content.nbytes > self.mailbox.room_bytes and self.core.is_in_layer(content):
+                    content = content.clone()
                 self.mailbox.send(stage, key, self._place(label), content)
         elif self.stage == stage:
             message = self.receive(key, self._place(label))

@@ -561,9 +561,13 @@ class Streamed(torch.utils.data.IterableDataset):
 
 def other_lengths(how: Any, where: str, longer: int) -> None:
     own = points(3 + (int(os.environ["RANK"]) == longer))
+    stream = DataLoader(Streamed(list(own)), batch_size=None)
     if where == "stream":
-        stream = DataLoader(Streamed(list(own)), batch_size=None)
         fit(how, LayersOfItsOwn, stream, max_epochs=1)
+    elif where == "stream of validation":
+        fit(how, LayersOfItsOwn, points(3), stream, max_epochs=1)
+    elif where in ("validate", "test", "predict"):
+        getattr(quiet_trainer(how), where)(built(LayersOfItsOwn), stream)
     elif where == "training":
         fit(how, LayersOfItsOwn, own, max_epochs=1)
     else:
@@ -571,7 +575,10 @@ def other_lengths(how: Any, where: str, longer: int) -> None:
 
 
 @pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("where", ["training", "validation", "stream"])
+@pytest.mark.parametrize(
+    "where",
+    ["training", "validation", "stream", "stream of validation", "validate", "test", "predict"],
+)
 def test_stages_that_see_more_batches_than_others(where: str, longer: int) -> None:
     outcomes = fails(other_lengths, where, longer)
     refused(outcomes, BatchError, "different", "data", "length", "[Ss]tage")

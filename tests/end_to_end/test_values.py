@@ -24,7 +24,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger, rank_zero_expe
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -383,23 +383,6 @@ class ReadsAlone(Base):
         self.spread = self.logits.std()
 
 
-MODELS = (
-    Base,
-    Logs,
-    Writes,
-    Counts,
-    Mixes,
-    Measures,
-    Queues,
-    Branches,
-    Generates,
-    Adversarial,
-    AccumulatesByHand,
-    Recomputes,
-    Buffers,
-)
-
-
 class ComputesAlone(Base):
     """One rank alone computes with a value."""
 
@@ -449,6 +432,27 @@ class Rates(Base):
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
 
 
+class DrawsByItself(Block):
+    """A block with a generator of its own, and a part that is compiled by TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+        self.up = torch.jit.script(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds noise."""
+        return super().forward(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+
+class Generators(Base):
+    """Layers that cannot be copied onto fake tensors as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0], self.blocks[3] = DrawsByItself(), DrawsByItself()
+
+
 class Entries(Logger):
     """A logger whose experiment keeps its entries."""
 
@@ -469,6 +473,24 @@ class Entries(Logger):
     def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+MODELS = (
+    Base,
+    Logs,
+    Writes,
+    Counts,
+    Mixes,
+    Measures,
+    Queues,
+    Branches,
+    Generates,
+    Adversarial,
+    AccumulatesByHand,
+    Recomputes,
+    Buffers,
+    Generators,
+)
 
 
 class Outcome(NamedTuple):
@@ -593,6 +615,61 @@ def test_ranks_that_run_differently_are_told_both_lines(kind: type[Base], tmp_pa
     for said in found:
         assert "run different programs" in said
         assert len(re.findall(r"test_values\.py:\d+\)", said)) == 2
+
+
+class MeetsAlone(Base):
+    """One rank alone calls a collective between two steps."""
+
+    alone = 1, 2
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if (self.global_rank, self.global_step) == self.alone:
+            torch.distributed.all_reduce(torch.ones(3))
+
+
+class MeetsAloneEarly(MeetsAlone):
+    """The others wait for all stages at once: they compare the second batch."""
+
+    alone = 0, 1
+
+
+@pytest.mark.parametrize("kind", [MeetsAlone, MeetsAloneEarly])
+def test_a_collective_of_one_rank_alone_ends_with_its_line(
+    kind: type[Base], tmp_path: Path
+) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
+    said = "\n".join(each.message for each in outcomes if each.error_type == "StageFailedError")
+    assert re.search(
+        r"waits in `torch.distributed.all_reduce` \(.*test_values\.py:\d+ in on_", said
+    )
+    assert "Call it on every rank" in said
+
+
+class Streamed(IterableDataset[Any]):
+    """Batches whose number is not known beforehand."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Any:
+        return iter(self.parts)
+
+
+def steps_by_hand(longer: int) -> None:
+    """Manual optimization, with a stream that has one batch more on one rank."""
+    parts = batches(is_split=False)[: 2 + (int(os.environ["RANK"]) == longer)]
+    strategy = PipeShiftStrategy(core="values", partition="uniform")
+    trainer = pl.Trainer(**QUIET, accelerator="cpu", devices=2, max_epochs=1, strategy=strategy)
+    trainer.fit(AccumulatesByHand(), DataLoader(Streamed(parts), batch_size=None))
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_manual_steps_compare_the_end_of_the_epoch(longer: int) -> None:
+    outcomes = run_ranks(steps_by_hand, 2, longer, expect_failure=True)
+    found = [each.message for each in outcomes if each.error_type == "BatchError"]
+    assert found
+    assert all("batch 1 is the epoch's last on" in said for said in found)
 
 
 class Moves(Base):

@@ -416,9 +416,14 @@ class Mailbox:
         self._num_waits += 1
         while True:
             with self._arrived:
-                if self._arrived.wait_for(lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS):
+                if any(map(self.has, keys)):
                     return
                 sources = tuple({key.source for key in keys})
+                with self._watched(self._ranks[sources[0]] if len(sources) == 1 else None):
+                    if self._arrived.wait_for(
+                        lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
+                    ):
+                        return
                 sent, received = tuple(self._sent), tuple(self._received)
                 mine = _Wait(self._num_waits, place, sources, sent, received, self.phase)
                 self._waits[self.stage] = mine

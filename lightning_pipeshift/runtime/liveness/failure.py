@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_pipeshift.compat.torch_distributed_private import num_collectives
 from lightning_pipeshift.errors import PipeShiftError, StageFailedError
 from lightning_pipeshift.runtime.comm.mesh import Mesh
 from lightning_pipeshift.runtime.comm.sockets import Opened
@@ -47,6 +48,8 @@ _RESPITE_SECONDS: Final = 1.0
 _SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 2.0}
 _LOOKS_EVERY_SECONDS: Final = 0.25
 _MOST_CHARACTERS: Final = 6000
+# How often in a row, about every second, all ranks are found waiting before that counts as an end.
+_LONE_LOOKS: Final = 5
 
 
 class FailureBoard:
@@ -99,6 +102,9 @@ class FailureBoard:
         self._found: dict[int, Any] = {}
         self._sign: Any = None
         self._moved_at = 0.0
+        # What was seen of a collective that other ranks have not begun, and how often.
+        self._lone: Any = None
+        self._num_lone = 0
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
@@ -225,6 +231,33 @@ class FailureBoard:
             # No rank has failed; but all would wait for ever.
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
+    def _look_for_lone_collective(self, peers: Peers) -> None:
+        """Ends the run if user code on this rank has called a function of ``torch.distributed``
+        that needs all ranks, and others have not: these wait for what this rank would do next.
+        """
+        mine, found = self.activity(), {rank: x for rank, x in peers.answers.items() if x}
+        sign = mine, found, peers.counts
+        others = {rank: json.loads(text) for rank, text in found.items()}
+        are_late = any(
+            each["num_collectives"] < mine["num_collectives"] and each["waits"] in (-1, self._rank)
+            for each in others.values()
+        )
+        all_wait = all(x["waits"] is not None or x["collective"] for x in others.values())
+        is_lone = mine["collective"] and are_late and all_wait and len(others) == len(peers.counts)
+        self._num_lone = self._num_lone + 1 if is_lone and sign == self._lone else 0
+        self._lone = sign
+        if self._num_lone < _LONE_LOOKS:
+            if mine["collective"]:
+                peers.ask()
+            return
+        reason = (
+            f"{self.own_name} waits in `torch.distributed.{mine['collective']}` ({mine['at']}) for"
+            f" all ranks, and others do not call it. {standstill_text(others, self.name_of)} Call"
+            " it on every rank: not only behind `if trainer.is_global_zero`."
+        )
+        if self._note({"by": None, "reason": reason}):
+            print_at_once(reason)
+
     def end_in_order(self) -> None:
         """Called when all ranks know that the run ends because of a SIGTERM: from now on, they may
         wait for a checkpoint on a slow disk, also if a launcher repeats the signal.
@@ -314,6 +347,8 @@ class FailureBoard:
             with suppress(Exception):
                 self._look_for_trouble()
             with suppress(Exception):
+                self._look_for_lone_collective(peers)
+            with suppress(Exception):
                 self._heed_signal(peers)
             return
         since = time.monotonic() - self._known_at
@@ -401,7 +436,8 @@ class FailureBoard:
         """
         waits = self.waits
         whom = None if waits is None else -1 if waits[0] is None else waits[0]
-        return {**activity(self._owner), "waits": whom}
+        found = {**activity(self._owner), "waits": whom}
+        return {**found, "num_collectives": num_collectives()}
 
     def _raise(self, reason: str | None) -> None:
         if reason is not None:

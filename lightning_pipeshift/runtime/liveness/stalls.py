@@ -44,6 +44,7 @@ _LIBRARIES: Final = tuple(
         for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *torch.__path__)
     }
 )
+_DISTRIBUTED: Final = "torch.distributed.distributed_c10d"
 _OURS: Final = str(PACKAGE) + os.sep
 
 
@@ -67,7 +68,8 @@ def purpose(words: str) -> Callable[[F], F]:
 
 def activity(thread: int) -> dict[str, Any]:
     """The current activity of a thread of this process: the action, the layer, the line of the
-    user's code, and the :func:`purpose` of waiting, each ``None`` if there is none.
+    user's code, the :func:`purpose` of waiting, and the function of ``torch.distributed`` that the
+    user's code has called, each ``None`` if there is none.
 
     Args:
         thread: its number.
@@ -76,6 +78,7 @@ def activity(thread: int) -> dict[str, Any]:
     layer: str | None = None
     at: str | None = None
     aim: str | None = None
+    collective: str | None = None
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
@@ -86,13 +89,18 @@ def activity(thread: int) -> dict[str, Any]:
         # The outermost: what the user's code has asked for.
         aim = _PURPOSES.get(code, aim)
         name = os.path.realpath(code.co_filename)
+        if at is None and collective != "" and frame.f_globals.get("__name__") == _DISTRIBUTED:
+            collective = code.co_name
+        if at is None and name.startswith(_OURS):
+            collective = ""
         if at is None and not name.startswith((*_LIBRARIES, _OURS, "<")):
             at = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     words = None
     if action is not None:
         words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
-    return {"action": words, "layer": layer, "at": at, "purpose": aim}
+    found = {"action": words, "layer": layer, "at": at, "purpose": aim}
+    return {**found, "collective": collective or None}
 
 
 def print_stacks_on_a_signal() -> None:

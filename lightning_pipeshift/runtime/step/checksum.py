@@ -20,6 +20,10 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 # streams drift apart.
 _FIRST_BATCHES = 2
 _EVERY = 100
+_SAME_BATCHES = (
+    "All stages must see the same batches in the same order. Look for a sampler or data set whose"
+    " length depends on the rank, the time, or the files of a host."
+)
 
 
 def is_checked(batch_idx: int) -> bool:
@@ -84,9 +88,8 @@ def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels
             things = "batches" if number else "dataloaders"
             each = ", ".join(f"stage {stage} has {value}" for stage, value in enumerate(found))
             raise BatchError(
-                f"The stages of a virtual machine see different {what} data: {each} {things}. All"
-                " stages must see the same batches in the same order. Look for a sampler or data"
-                " set whose length depends on the rank, the time, or the files of a host."
+                f"The stages of a virtual machine see different {what} data: {each} {things}."
+                f" {_SAME_BATCHES}"
             )
 
 
@@ -130,7 +133,27 @@ def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
         raise BatchError(
             "The stages of a virtual machine see different data: batch"
             f" {batch_idx} is the epoch's last on {'this' if mine else 'another'} stage, and not"
-            f" on {'another' if mine else 'this'} one. All stages must see the same batches in the"
-            " same order. Look for a data set whose length depends on the rank, the time, or the"
-            " files of a host."
+            f" on {'another' if mine else 'this'} one. {_SAME_BATCHES}"
+        )
+
+
+def require_same_places(places: Sequence[Sequence[int]]) -> None:
+    """Checks that all stages are at the same batch of an evaluation.
+
+    Args:
+        places: of each stage: the number of the dataloader, that of the batch in it, and whether
+            it is the last one.
+
+    Raises:
+        BatchError: they are not.
+    """
+    if any(place != places[0] for place in places):
+        each = ", ".join(
+            f"stage {stage} is at batch {batch} of dataloader {loader}{', the last' * last}"
+            if batch >= 0
+            else f"stage {stage} has no more batches"
+            for stage, (loader, batch, last) in enumerate(places)
+        )
+        raise BatchError(
+            f"The stages of a virtual machine see different data: {each}. {_SAME_BATCHES}"
         )

@@ -260,6 +260,36 @@ def test_a_buffer_is_sent_as_it_was(order: int) -> None:
     require_one_program(lambda: LooksIntoTheQueue(Queue), order)
 
 
+class QueueOfParameters(Queue):
+    def __init__(self) -> None:
+        super().__init__()
+        queue = self.queue
+        del self.queue
+        self.queue = nn.Parameter(queue)
+
+
+class UsesItsWeight(Model):
+    def step(self, x: Tensor, _: int) -> Tensor:
+        first, second, third = self.layers
+        y = second(x)
+        found = (y.detach() @ first.queue.t()).mean()
+        return third(y).pow(2).mean() + found.detach() + first(x).mean()
+
+
+class UsesPartOfItsWeight(UsesItsWeight):
+    def step(self, x: Tensor, number: int) -> Tensor:
+        first, second, _ = self.layers
+        part = first.queue.detach()[8:]
+        found = (second(x).detach() @ part.t()).mean()
+        return super().step(x, number) + found
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("model", [UsesItsWeight, UsesPartOfItsWeight])
+def test_a_parameter_is_sent_as_it_was(model: Callable[..., Model], order: int) -> None:
+    require_one_program(lambda: model(QueueOfParameters), order)
+
+
 class ReturnsItsBuffer(Layer):
     state: Tensor
 
