@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.gates.gate import Gate
@@ -43,7 +44,6 @@ from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
     give_gradient,
     hold,
-    state_to_send,
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -228,7 +228,8 @@ class Migration(ActionListener, LayerListener):
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
         """Context of copies beside the compute, after the work at the last :meth:`_mark`."""
-        with side_stream(self._device, "moves"):
+        # The main thread may run user code that sees parameters as values.
+        with side_stream(self._device, "moves"), without_torch_function_of_subclasses():
             self._is_ready.wait()
             yield
 
@@ -464,7 +465,7 @@ class Migration(ActionListener, LayerListener):
         for transfer in self._leaving():
             if transfer.parameter is None:
                 module, _ = self._holdings.layers[transfer.layers[0]]
-                transfer.values = state_to_send(module)
+                transfer.values = self._holdings.state_of(module)
         self._mark()
         self._is_settled.set()
 
