@@ -405,6 +405,11 @@ class ValuePipeline(Pipeline):
         self._votes.after_step(given, [], report)
         self.changes.after_step(given, [], report)
         self.is_to_end = self._votes.are_for_end
+        assert self.core is not None
+        if self.core.result_bytes:
+            self.planning.note_results(self.core.result_bytes)
+            self.core.result_bytes.clear()
+        self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
@@ -459,8 +464,11 @@ class ValuePipeline(Pipeline):
             begin_gradients(losses.outcomes[turn].weight is None)
             return self._weighed(loss, losses, turn, given)
 
+        profiler = self.planning.profiler
+        is_measured = self.planning.measures and not profiler.is_over
         if len(slices) > 1:
             self._batch_metrics.begin()
+        profiler.begin_step()
         self._in_step(
             "train",
             given.step_number,
@@ -469,7 +477,9 @@ class ValuePipeline(Pipeline):
             row[self.channels.stage],
             root_of,
             sums.arm if arms and sums is not None else None,
+            profiler.timers(sizes) if is_measured else {},
         )
+        profiler.end_step()
         begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()

@@ -129,6 +129,8 @@ class Core:
         self.compares_floats = True
         """Whether all stages compute the same bits, so that tensors of floats which every stage has
         have to be equal."""
+        self.result_bytes: dict[int, int] = {}
+        """Of what the layers that are timed have returned last."""
         self._buffer_memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""

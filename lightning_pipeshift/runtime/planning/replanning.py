@@ -189,6 +189,15 @@ class Replanning:
         """
         self._batch_samples = max(self._batch_samples, float(number))
 
+    def note_results(self, num_bytes: Mapping[int, int]) -> None:
+        """Takes the bytes of what layers return, where no step was followed that shows them."""
+        self._layers = tuple(
+            replace(layer, payload_bytes=found, payload_gradient_bytes=found)
+            if (found := num_bytes.get(index)) is not None
+            else layer
+            for index, layer in enumerate(self._layers)
+        )
+
     def measure(
         self,
         gates: Sequence[Gate],
