@@ -47,7 +47,7 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.lane import Lane, layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -219,9 +219,11 @@ class Migration(ActionListener, LayerListener):
         return transfers
 
     def _buffer_like(self, like: Tensor) -> Tensor:
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and like.is_contiguous():
             return host_buffer(tuple(like.shape), like.dtype)
-        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return torch.empty_strided(
+            like.shape, layout_of(like), dtype=like.dtype, device=self._device
+        )
 
     # --- in threads ---
 
@@ -298,7 +300,7 @@ class Migration(ActionListener, LayerListener):
         parameters = [transfer for transfer in transfers if transfer.parameter is not None]
 
         def take_in(buffer: Tensor) -> None:
-            if buffer.device.type == "cpu":
+            if buffer.device.type == "cpu" and buffer.is_contiguous():
                 lane.receive_into(buffer, source)
             else:
                 buffer.copy_(lane.receive_tensor(buffer, source))

@@ -429,6 +429,11 @@ class Replanning:
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""
         text = None
+        if plan.placement.owners:
+            raise PlanError(
+                "The simulator knows no plans in which the layers of a stage are not contiguous:"
+                " there is no prediction for it."
+            )
         if self.measured is not None and self.is_measured:
             text = replace(plan, prediction=self.measured.prediction(plan)).to_json()
         text = self._replicas.world.share_object(text, source=0)
@@ -445,7 +450,7 @@ class Replanning:
         Raises:
             PlanError: a device lacks memory for layers while they move.
         """
-        if old.placement == new.placement:
+        if old.placement == new.placement or old.placement.owners or new.placement.owners:
             return [CutOver(new, 0)]
         found: list[tuple[str, int]] | str = ""
         if self._replicas.rank == 0:
@@ -476,7 +481,7 @@ class Replanning:
             is_here: whether only the first rank calls this; otherwise every rank does.
         """
         problem, measured = "", self.measured
-        if measured is not None and self.is_measured:
+        if measured is not None and self.is_measured and not plan.placement.owners:
             held = measured.prediction(plan).memory_bytes
             problem = "" if measured.fits(plan, held) else measured.lacking(plan, held)
         if not is_here:

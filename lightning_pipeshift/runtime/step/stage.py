@@ -72,7 +72,7 @@ class Microbatch:
     batch: Any
     size: int
     trace: Trace | None
-    layers: range
+    layers: Sequence[int]
     key: tuple[int | str, ...]
     recompute: Mapping[int, Set[int]] = field(default_factory=dict)
 
