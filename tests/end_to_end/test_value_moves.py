@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import Move, PlanError
-from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift import LayerMigration, Move, PlanError
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.end_to_end.test_changing_plans import Trains
-from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
+from tests.end_to_end.test_changing_plans import Trains, go_by_sleep
+from tests.end_to_end.test_layer_migration import train
+from tests.features_models import (
+    AwaitsPlanning,
+    built,
+    differences,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
 from tests.models import NUM_CLASSES, NUM_FEATURES, points
 
 NUM_STEPS = 8
@@ -164,6 +172,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "trains": lambda: Trains("adam"),
     "keeps": Keeps,
     "manual": Manual,
+    "ties": lambda: Manual(ties=True),
 }
 
 
@@ -274,3 +283,77 @@ def test_random_moves_change_no_bit(
     owners = moves[0]["owners"]
     assert len(set(map(tuple, owners))) > 4
     assert any(list(each) != sorted(each) for each in owners), "stages that are not contiguous"
+
+
+def test_a_run_goes_on_from_a_checkpoint_on_another_split(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("stays", {}), ("moves", 12)):
+        folder = tmp_path / name
+        run_ranks(fit, 3, "trains", seed, accumulate=3, folder=str(folder))
+        found.append(torch.load(folder / "last.ckpt"))
+    for key in ("state_dict", "optimizer_states", "pipeshift"):
+        assert not differences(found[1][key], found[0][key], 0, 0), key
+    saved = str(tmp_path / "moves" / "last.ckpt")
+    stays, moves = (run_ranks(fit, 2, "trains", seed, resume=saved) for seed in ({}, 13))
+    require_same(moves, stays)
+    assert len(set(map(tuple, moves[0]["owners"]))) > 4
+
+
+class Asks(pl.Callback):
+    """Asks for plans that cannot come into force; notes what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        if others[2] != 1:
+            return
+        plan, (first, second) = strategy.plan, strategy.plan.ranks[0]
+        for given in (
+            (plan, 1),
+            (replace(plan, ranks=((second, first),)), 0),
+            (replace(plan, recompute=((0,),)), 0),
+        ):
+            try:
+                strategy.adopt(*given)
+            except PlanError as error:
+                self.said.append(str(error))
+
+
+def asked() -> Any:
+    asks = Asks()
+    return train([asks], 4, core="values")["counts"], asks.said
+
+
+def test_what_cannot_change_between_steps_is_refused_and_training_goes_on() -> None:
+    for counts, said in run_ranks(asked, 2):
+        assert counts == [(4, 4)] * 4
+        middle, order, again = said
+        assert "from the middle of a step on" in middle
+        assert "another order of the ranks" in order
+        assert "recomputation" in again
+
+
+def test_moves_of_what_one_stage_has_the_optimizers_state_of_are_refused() -> None:
+    moves = {1: [Move(layer="blocks.0", stage=1)], 2: [Move(layer="inputs", stage=1)]}
+    for found in run_ranks(fit, 2, "ties", moves):
+        (said,) = found["refused"]
+        assert "weights that several layers share, with manual optimization" in said
+        assert len(set(map(tuple, found["owners"]))) == 2
+
+
+def slow(watches: bool) -> Any:
+    go_by_sleep()
+    callbacks = [LayerMigration(patience=2, watches=watches), AwaitsPlanning()]
+    return train(callbacks, 20, slows_down=True, core="values")
+
+
+def test_layers_leave_a_stage_that_gets_slow() -> None:
+    moves, stays = run_ranks(slow, 2, True), run_ranks(slow, 2, False)
+    assert moves[0]["counts"][-1][0] >= 6
+    for one, other in zip(moves, stays, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    change = moves[0]["decisions"][0]
+    assert change["verdict"] == "kept"
+    assert change["after_seconds"] < change["before_seconds"]

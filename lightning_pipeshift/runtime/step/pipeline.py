@@ -1205,6 +1205,7 @@ class Pipeline:
         if trace is not None and trace.carried and not is_first:
             check_carried(trace.carried, placement, self.vm, self._trace_cache.gates)
         layers = placement.layers_of(self.vm, self.channels.stage)
+        assert isinstance(layers, range)
         return Microbatch(part, size, trace, layers, key, recompute or {})
 
     def _row(

@@ -72,7 +72,7 @@ class Microbatch:
     batch: Any
     size: int
     trace: Trace | None
-    layers: Sequence[int]
+    layers: range
     key: tuple[int | str, ...]
     recompute: Mapping[int, Set[int]] = field(default_factory=dict)
 
