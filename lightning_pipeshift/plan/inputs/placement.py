@@ -70,6 +70,7 @@ class Placement:
             tuple(list(stages).count(stage) for stage in range(depth))
             for stages, depth in zip(owners, depths, strict=False)
         )
+        owners = owners[: len(depths)]
         made = cls(counts)
         if all(made.stages(vm) == list(stages) for vm, stages in enumerate(owners)):
             return made
