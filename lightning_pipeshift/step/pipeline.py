@@ -407,7 +407,7 @@ class ValuePipeline(Pipeline):
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
         if self.core.result_bytes:
-            self.planning.note_results(self.core.result_bytes)
+            self.planning.note_results(self.core.result_bytes, self.core.kinds)
             self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:

@@ -177,6 +177,11 @@ class Core:
             self._kind_numbers[number] = self._kinds[kind]
         return self._kind_numbers[number], watch
 
+    @property
+    def kinds(self) -> list[int]:
+        """The number of each layer's kind, when it was called last."""
+        return list(self._kind_numbers)
+
     def find_flagged(self, number: int) -> bool:
         """Finds a layer's modules and parameters again; returns whether they are others now."""
         before, now = self.flagged[number], flagged_in(self.layers[number])

@@ -33,7 +33,12 @@ from lightning_pipeshift.plan.inputs.profile import (
     SharedWeights,
     shared_bytes,
 )
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+from lightning_pipeshift.plan.inputs.profile_fitting import (
+    RankFigures,
+    Times,
+    guesses_by_kind,
+    profile_of,
+)
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
@@ -143,6 +148,8 @@ class Replanning:
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
+        self._kinds: Sequence[int] = ()
+        self._guesses: dict[int, Times] = {}
         self._samples, self._batch_bytes = 1.0, 0
         # The samples of a virtual machine's batch, the largest so far; 0: not known yet.
         self._batch_samples = 0.0
@@ -189,8 +196,14 @@ class Replanning:
         """
         self._batch_samples = max(self._batch_samples, float(number))
 
-    def note_results(self, num_bytes: Mapping[int, int]) -> None:
-        """Takes the bytes of what layers return, where no step was followed that shows them."""
+    def note_results(self, num_bytes: Mapping[int, int], kinds: Sequence[int]) -> None:
+        """Takes what a step has shown of layers, where none was followed before the first one.
+
+        Args:
+            num_bytes: of what they have returned, by layer.
+            kinds: the kind of each layer, a number.
+        """
+        self._kinds = kinds
         self._layers = tuple(
             replace(layer, payload_bytes=found, payload_gradient_bytes=found)
             if (found := num_bytes.get(index)) is not None
@@ -330,6 +343,10 @@ class Replanning:
     def _learned(self, figures: Sequence[RankFigures]) -> Measured:
         topology = self._replicas.topology
         microbatches = self._settings.num_microbatches(topology.stages_per_vm)
+        if self._kinds:
+            # Until here they were those of bytes.
+            self._guesses = guesses_by_kind(figures, self._kinds) | self._guesses
+            figures = [replace(mine, guesses=self._guesses) for mine in figures]
         profile, cluster = profile_of(
             self._layers, self._cluster, figures, self._samples, microbatches
         )
