@@ -75,6 +75,8 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_rank_that_dies[third, in_a_forward]",
             "a_rank_that_raises[new, in_a_backward, 1]",
             "a_rank_that_raises[new, in_a_forward, 1]",
+            "a_rank_that_raises[new, in_the_state, 1]",
+            "a_rank_that_raises[old, before_the_state, 1]",
             "a_rank_that_raises[old, in_a_backward, 1]",
             "a_rank_that_raises[old, in_a_forward, 1]",
             "a_rank_that_raises[third, in_a_forward, 1]",
@@ -131,6 +133,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "measured": {
         "changing_plans": ("layers_that_no_step_calls_are_no_work",),
+        "slow_links": (),
         "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
         "planning_command": (
             "measured_planned_and_not_trained",
