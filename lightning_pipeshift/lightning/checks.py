@@ -108,7 +108,6 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
             (f"schedule={settings.schedule!r}", settings.is_asynchronous),
             ("MemoryCompression", settings.memory is not None),
             ("recompute='full'", settings.recompute == "full"),
-            ("LayerMigration", settings.watch is not None),
             ("a run that only measures", settings.only_measures),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",

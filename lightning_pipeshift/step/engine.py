@@ -13,16 +13,18 @@ nothing that it changes: :mod:`lightning_pipeshift.step.tails` sees to that.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
@@ -95,6 +97,8 @@ class SuspendableMicrobatch(Microbatch):
         is_in_step = getcurrent() is self._greenlet and not self.is_in_backward
         if is_in_step and not torch.is_inference_mode_enabled() and not self._has(key):
             self._suspend((key, place))
+        if self.is_in_backward and self.timer is not None:
+            self.timer.waits()
         message = super().receive(key, place)
         if is_in_step and self._tails is not None and self._may_be_passed(key):
             self._tails.next_part(self)
@@ -208,6 +212,7 @@ class Engine:
         row: Iterable[Action],
         root_of: Callable[[Any, int], Any] | None = None,
         before_last_backward: Callable[[], object] | None = None,
+        timers: Mapping[int, Timer] = MappingProxyType({}),
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -220,6 +225,7 @@ class Engine:
                 of the microbatch; ``None`` to skip it. By default the part of the mean over all
                 microbatches.
             before_last_backward: called on this stage before its last backward.
+            timers: time the layers of some microbatches.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
@@ -266,6 +272,7 @@ class Engine:
                 core, core.num_steps, step, turn, body, outside, tails, live
             )
             microbatch.has_later_backward = with_backward
+            microbatch.timer = timers.get(turn)
             everything.append(microbatch)
             advance(microbatch)
 

@@ -188,11 +188,10 @@ class ValuePipeline(Pipeline):
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
-        stage_of = self.plan.placement.stages(self.vm)
         self.core = Core(
             self.root,
             [gate.layer for gate in self._trace_cache.gates],
-            lambda number, _: stage_of[number],
+            self._owners(),
             mailbox,
             channels.device,
             stream_seed(self.settings.seed, self.vm),
@@ -210,12 +209,23 @@ class ValuePipeline(Pipeline):
             self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
-        is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
-        self._engine = Engine(self.core, self._tails, self._around)
+        parameter_owners = self.core.parameter_owners
+        holdings.is_common = lambda buffer: buffer not in parameter_owners
+        self._begin_engine()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
+
+    def _owners(self) -> Callable[[int, int], int]:
+        stage_of = self.plan.placement.stages(self.vm)
+        return lambda number, _: stage_of[number]
+
+    def _begin_engine(self) -> None:
+        """Begins to learn what steps use behind their reads, which depends on who owns what."""
+        assert self.core is not None
+        is_alone = self.channels.num_stages == 1
+        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._engine = Engine(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
         """Runs operations on values between two steps, from now on."""
@@ -321,16 +331,59 @@ class ValuePipeline(Pipeline):
 
     # --- training ---
 
-    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
-        """Refuses another plan: the owners of layers are fixed in a run.
+    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
+        found = [
+            what
+            for what, is_found in (
+                ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
+                ("recomputation", any(plan.recompute)),
+                ("new owners from the middle of a step on", bool(from_microbatch)),
+                (
+                    "moves of weights that several layers share, with manual optimization",
+                    self._moves_shared(plan),
+                ),
+            )
+            if is_found
+        ]
+        if found:
+            raise PlanError(
+                f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
+                " training runs yet. Use `core='trace'`, or start a run with the new plan."
+            )
+        super()._request(plan, from_microbatch)
 
-        Raises:
-            PlanError: always.
+    def _moves_shared(self, plan: Plan) -> bool:
+        """Whether layers move that have a parameter in common whose optimizer's state one stage
+        only has.
         """
-        raise PlanError(
-            "With `core='values'` layers do not change their owners while training runs yet. Use"
-            " `core='trace'`, or start a run with the new plan."
+        assert self.holdings is not None
+        old, new = (each.placement.stages(self.vm) for each in (self.plan, plan))
+        return not getattr(self.root, "automatic_optimization", True) and any(
+            use.is_shared and any(old[layer] != new[layer] for layer in use.layers)
+            for use in self.holdings.uses
         )
+
+    def _change_owners(self, given: TrainingBatch) -> None:
+        """Puts the plan in force whose layers have been prepared for it, between two steps."""
+        if self.changes.next is not None:
+            self._match_holders()
+        self.changes.before_step(given, [])
+        self._finish_change()
+
+    def _finish_change(self) -> None:
+        super()._finish_change()
+        assert self.holdings is not None
+        self.holdings.return_gradients_aside()
+
+    def _put_in_force(self, plan: Plan, first: int) -> None:
+        super()._put_in_force(plan, first)
+        core, between = self.core, self._between
+        assert core is not None
+        assert between is not None
+        core.place(self._owners())
+        core.note(between)
+        self._begin_outside()
+        self._begin_engine()
 
     def _begin_step(self, given: TrainingBatch, part: Any) -> None:
         """Begins a training step.
@@ -345,11 +398,18 @@ class ValuePipeline(Pipeline):
         key = self._key("train", given.step_number, 0)
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._votes.before_step(given, [])
+        self._change_owners(given)
 
     def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step(given, [], report)
+        self.changes.after_step(given, [], report)
         self.is_to_end = self._votes.are_for_end
+        assert self.core is not None
+        if self.core.result_bytes:
+            self.planning.note_results(self.core.result_bytes, self.core.kinds)
+            self.core.result_bytes.clear()
+        self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
@@ -404,8 +464,11 @@ class ValuePipeline(Pipeline):
             begin_gradients(losses.outcomes[turn].weight is None)
             return self._weighed(loss, losses, turn, given)
 
+        profiler = self.planning.profiler
+        is_measured = self.planning.measures and not profiler.is_over
         if len(slices) > 1:
             self._batch_metrics.begin()
+        profiler.begin_step()
         self._in_step(
             "train",
             given.step_number,
@@ -414,7 +477,9 @@ class ValuePipeline(Pipeline):
             row[self.channels.stage],
             root_of,
             sums.arm if arms and sums is not None else None,
+            profiler.timers(sizes) if is_measured else {},
         )
+        profiler.end_step()
         begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
@@ -447,7 +512,7 @@ class ValuePipeline(Pipeline):
         """Runs a training step that calls ``backward`` and the optimizers itself: with the whole
         batch, as one microbatch.
         """
-        self._begin_step(given, given.batch)
+        self._begin_step(replace(given, keeps_gradients=True), given.batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, given.step)
         ((result, logged),) = self._in_step(
@@ -527,21 +592,30 @@ class ValuePipeline(Pipeline):
 
     # --- the end ---
 
+    def _match_holders(self) -> None:
+        """Gives parameters that steps have written to, and such buffers, to all stages that hold
+        them.
+        """
+        core, holdings, stage = self.core, self.holdings, self.channels.stage
+        assert core is not None
+        assert holdings is not None
+        written = [use.parameter for use in holdings.uses if use.parameter in core.written]
+        with run_by(None), torch.no_grad():
+            for tensor in (*written, *core.shared_state()):
+                owner = core.parameter_owners[tensor]
+                found = self._share(to_host(tensor) if owner == stage else None, owner)
+                if not tensor.is_meta:
+                    tensor.copy_(found)
+
     def settle_values(self) -> None:
         """Makes values that user code keeps common tensors, and gives parameters that steps have
         written to, to all stages that hold them. Every stage calls this, between two steps.
         """
-        core, holdings, stage = self.core, self.holdings, self.channels.stage
-        if core is None or holdings is None:
+        core, stage = self.core, self.channels.stage
+        if core is None:
             return
+        self._match_holders()
         with run_by(None), torch.no_grad():
-            for use in holdings.uses:
-                if use.parameter not in core.written:
-                    continue
-                owner = core.parameter_owners[use.parameter]
-                found = self._share(to_host(use.parameter) if owner == stage else None, owner)
-                if stage in holdings.holders_of(use.parameter):
-                    use.parameter.copy_(found)
             mine = {
                 node.value.account.name: node.value
                 for node in kept_by_user(self.root, set(map(id, self.root.parameters())))

@@ -110,9 +110,7 @@ class Core:
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
-        for at, named in enumerate(self.parameters):
-            for tensor in (*(parameter for _, parameter in named), *self.buffers[at]):
-                self.parameter_owners.setdefault(tensor, owners(at, 0))
+        self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
         """The parameters that steps have written to: only their owners have the new bytes."""
@@ -131,9 +129,35 @@ class Core:
         self.compares_floats = True
         """Whether all stages compute the same bits, so that tensors of floats which every stage has
         have to be equal."""
+        self.result_bytes: dict[int, int] = {}
+        """Of what the layers that are timed have returned last."""
         self._memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""
+
+    def place(self, owners: Owners) -> None:
+        """Changes the owners of layers. Every stage calls this between two runs, when the tensors
+        of these layers are where the new owners are.
+        """
+        self.owners = owners
+        self._foreign.clear()
+        # Of layers that share a tensor, the first one's stage owns it.
+        for number in reversed(range(len(self.layers))):
+            for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
+                self.parameter_owners[tensor] = owners(number, 0)
+
+    def shared_state(self) -> list[Tensor]:
+        """The buffers that several layers have, or that a stage has written to which does not own
+        their layer: not all stages that hold them have the same bytes.
+        """
+        homes = enumerate(self.buffers)
+        away = [
+            x
+            for at, x in ((at, x) for at, own in homes for x in own)
+            if self.parameter_owners[x] != self.owners(at, 0)
+        ]
+        shared = [x for own in self._shared for x in own.values() if x in self.parameter_owners]
+        return list(dict.fromkeys([*shared, *away]))
 
     def kind_of(self, number: int) -> tuple[int, Watch]:
         """The number of a layer's kind, found again if its settings have changed, and what watches
@@ -152,6 +176,11 @@ class Core:
                 _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)
             self._kind_numbers[number] = self._kinds[kind]
         return self._kind_numbers[number], watch
+
+    @property
+    def kinds(self) -> list[int]:
+        """The number of each layer's kind, when it was called last."""
+        return list(self._kind_numbers)
 
     def find_flagged(self, number: int) -> bool:
         """Finds a layer's modules and parameters again; returns whether they are others now."""

@@ -17,7 +17,9 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import map_leaves
+from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
@@ -80,6 +82,8 @@ class Microbatch(Calls):
         self.sets_gradients = False
         """Whether user code has replaced a gradient."""
         self._recomputes = False
+        self.timer: Timer | None = None
+        """Times the layers that this stage runs, if that is wanted."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
@@ -232,6 +236,8 @@ class Microbatch(Calls):
             if others and not recomputes:
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
+            if self.timer is not None:
+                forward = self.timer.timed(number, forward)
             versions = versions_in(others.values())
             result, left = leaving_flags(forward, flagged, flags)(*run_args, **run_kwargs)
             if is_bare:
@@ -277,6 +283,8 @@ class Microbatch(Calls):
                 account.begin(account.owner, account.tensor if is_here else None)
         if not is_bare:
             call_hooks(layer, label, heard)
+        if self.timer is not None:
+            core.result_bytes[number] = bytes_of(x for x in leaves_of(result) if type(x) is Value)
         return result
 
     @contextmanager
@@ -324,6 +332,7 @@ class Microbatch(Calls):
             gradients.append(self.plain(gradient))
         if roots:
             self.is_in_backward = True
+            begin = None if self.timer is None else self.timer.now()
             try:
                 with run_by(None), without_torch_function_of_subclasses():
                     torch.autograd.backward(
@@ -339,6 +348,8 @@ class Microbatch(Calls):
                 ) from error
             finally:
                 self.is_in_backward = False
+            if self.timer is not None:
+                self.timer.end_backward(begin)
         self.gradients = None
         if self._is_alone:
             # There is no other way back than autograd's, which tells if it was used up.

@@ -29,7 +29,6 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.training import QUIET
 
@@ -670,22 +669,6 @@ def test_manual_steps_compare_the_end_of_the_epoch(longer: int) -> None:
     found = [each.message for each in outcomes if each.error_type == "BatchError"]
     assert found
     assert all("batch 1 is the epoch's last on" in said for said in found)
-
-
-class Moves(Base):
-    """Asks for a move."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        strategy: Any = self.trainer.strategy
-        first, _second = strategy.plan.placement.counts[0]
-        strategy.migrate(Move(step=0, layer=strategy.layer_names[first], stage=0))
-
-
-def test_a_move_is_refused(tmp_path: Path) -> None:
-    options = {"partition": "uniform"}
-    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [Moves], grace=1, expect_failure=True)
-    said = "\n".join(outcome.message for outcome in outcomes if outcome.failed)
-    assert "do not change their owners while training runs yet" in said
 
 
 def with_both_cores(folder: str) -> list[dict[str, Tensor]]:

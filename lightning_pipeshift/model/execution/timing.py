@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -21,11 +21,14 @@ from torch import Tensor
 
 from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
+from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 
 _MOST_SAMPLES = 512
 
 _WORK = ("forward", "backward")
+# In place of a layer, where a backward waits for another stage.
+_WAITS = -2
 
 
 class Samples:
@@ -88,8 +91,22 @@ class Timer(LayerListener):
         """
         self._marked.append(((what, number), begin, end, is_around))
 
+    def timed(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's forward that is timed, and so is its backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._start()
+            result = forward(*args, **kwargs)
+            self._stop(layer, leaves_of(result))
+            return result
+
+        return run
+
     def enter(self, gate: Gate, arguments: Any) -> None:
         """See :class:`LayerListener`."""
+        self._start()
+
+    def _start(self) -> None:
         self._begin = self.now()
         self._clocks = time.thread_time(), time.perf_counter()
 
@@ -97,7 +114,10 @@ class Timer(LayerListener):
         """See :class:`LayerListener`. Also marks the moment at which a backward reaches the first
         of the results.
         """
-        self.add("forward", gate.index, self._begin, self.now())
+        self._stop(gate.index, results)
+
+    def _stop(self, layer: int, results: Sequence[Any]) -> None:
+        self.add("forward", layer, self._begin, self.now())
         self._ran += time.thread_time() - self._clocks[0]
         self._took += time.perf_counter() - self._clocks[1]
         has_entered: list[bool] = []
@@ -105,11 +125,15 @@ class Timer(LayerListener):
         def enter(_: Any) -> None:
             if not has_entered:
                 has_entered.append(True)
-                self._entered.append((gate.index, self.now()))
+                self._entered.append((layer, self.now()))
 
         for result in results:
             if isinstance(result, Tensor) and result.grad_fn is not None:
                 result.grad_fn.register_prehook(enter)
+
+    def waits(self) -> None:
+        """Called when a backward waits for another stage: up to the next layer, no time counts."""
+        self._entered.append((_WAITS, self.now()))
 
     def end_backward(self, begin: Any) -> None:
         """Called when a backward has ended.
@@ -120,7 +144,8 @@ class Timer(LayerListener):
         end = self.now()
         moments = [(-1, begin), *self._entered]
         for (layer, start), (_, stop) in zip(moments, [*moments[1:], (-1, end)], strict=True):
-            self.add("backward", layer, start, stop)
+            if layer != _WAITS:
+                self.add("backward", layer, start, stop)
         self._entered.clear()
 
     def read(self) -> float:

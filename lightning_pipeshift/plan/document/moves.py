@@ -63,8 +63,13 @@ def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[in
                 )
 
 
-def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
+def placement_after(plan: Plan, moves: Iterable[Move], may_scatter: bool = False) -> Placement:
     """The owners of all layers after all of the moves.
+
+    Args:
+        plan: the plan before.
+        moves: the moves.
+        may_scatter: whether a stage's layers need not be contiguous.
 
     Raises:
         PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
@@ -83,15 +88,12 @@ def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
             if moved[vm, move.layer] > 1:
                 raise PlanError(f"two moves of the layer {move.layer!r} in one step; give one")
             owners[vm][names.index(move.layer)] = move.stage
-    return Placement(
-        tuple(
-            _counts(vm, stages, names, plan.placement.num_stages(vm))
-            for vm, stages in enumerate(owners)
-        )
-    )
+    for vm, stages in enumerate(owners if not may_scatter else ()):
+        _require_contiguous(vm, stages, names)
+    return Placement.of(owners, [plan.placement.num_stages(vm) for vm in range(count)])
 
 
-def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) -> tuple[int, ...]:
+def _require_contiguous(vm: int, stages: Sequence[int], names: Sequence[str]) -> None:
     for layer, (before, after) in enumerate(pairwise(stages)):
         if after < before:
             raise PlanError(
@@ -99,7 +101,6 @@ def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) ->
                 f"{after}, and {names[layer]!r}, which is called before it, on stage {before}: a "
                 "stage's layers have to be contiguous. Move the layers between them too"
             )
-    return tuple(stages.count(stage) for stage in range(depth))
 
 
 def in_parts(
@@ -146,11 +147,7 @@ def in_parts(
                 for layer in layers:
                     owners[vm][layer] = stage
                 order.pop(0)
-        counts = (
-            tuple(stages.count(stage) for stage in range(depth))
-            for stages, depth in zip(owners, depths, strict=True)
-        )
-        found.append(Placement(tuple(counts)))
+        found.append(Placement.of(owners, depths))
     return found or [new]
 
 

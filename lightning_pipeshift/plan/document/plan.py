@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -309,6 +310,11 @@ class Plan:
 
     def stage_payload_bytes(self, vm: int) -> tuple[int, ...]:
         """The bytes that each stage but the last sends per microbatch: 0 before the first layer."""
+        if self.placement.owners:
+            owners, sent = self.placement.owners[vm], [0] * self.placement.num_stages(vm)
+            for layer, (owner, after) in zip(self.layers, pairwise(owners), strict=False):
+                sent[owner] += layer.payload_bytes if after != owner else 0
+            return tuple(sent[:-1])
         bounds = self.placement.bounds(vm)[1:]
         return tuple(self.layers[bound - 1].payload_bytes if bound else 0 for bound in bounds)
 
@@ -379,7 +385,8 @@ class Plan:
         The prediction is rounded, and contains a checksum of the plan for which it was made.
         """
         document = _DOCUMENT.entries(self)
-        document["placement"] = self.placement.counts
+        if not self.placement.owners:
+            document["placement"] = self.placement.counts
         layers = document.pop("layers")
         if document.pop("prediction", None):
             assert self.prediction is not None
@@ -406,7 +413,7 @@ class Plan:
                         "prediction is ignored."
                     )
             value = rest
-            if "placement" in value:
+            if not isinstance(value.get("placement", {}), dict):
                 value["placement"] = {"counts": value["placement"]}
         return _DOCUMENT.read(value)
 

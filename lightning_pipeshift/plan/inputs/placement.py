@@ -8,6 +8,7 @@ microbatch, so that a layer can change its owner while earlier microbatches are 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,9 +21,15 @@ class Placement:
 
     A stage's layers are contiguous, in the order in which they are called. Zero is legal: a drained
     stage, which only forwards the payload. Raises PartitionError for an impossible placement.
+
+    Args:
+        counts: the numbers.
+        owners: the stage of each layer, for every virtual machine, where the layers of a stage are
+            not contiguous; empty where all are.
     """
 
     counts: tuple[tuple[int, ...], ...]
+    owners: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -44,6 +51,32 @@ class Placement:
                 )
         if sum(self.counts[0]) < 1:
             raise PartitionError("a placement of 0 layers; it needs at least 1")
+        if self.owners and self != Placement.of(self.owners, tuple(map(len, self.counts))):
+            raise PartitionError(
+                f"a placement whose layers are on the stages {self.owners}, and that counts"
+                f" {self.counts} layers of each stage; make them agree, or omit the stages if the"
+                " layers of each are contiguous"
+            )
+
+    @classmethod
+    def of(cls, owners: Sequence[Sequence[int]], depths: Sequence[int]) -> Placement:
+        """A placement by the stage of each layer.
+
+        Args:
+            owners: for every virtual machine, the stages.
+            depths: the number of stages of each.
+        """
+        counts = tuple(
+            tuple(list(stages).count(stage) for stage in range(depth))
+            for stages, depth in zip(owners, depths, strict=False)
+        )
+        owners = owners[: len(depths)]
+        made = cls(counts)
+        if all(made.stages(vm) == list(stages) for vm, stages in enumerate(owners)):
+            return made
+        # What it would be compared with is itself.
+        object.__setattr__(made, "owners", tuple(map(tuple, owners)))
+        return made
 
     @property
     def num_virtual_machines(self) -> int:
@@ -67,15 +100,21 @@ class Placement:
                 f"layer {layer} of a placement with {self.num_layers} layers; "
                 f"they are 0 to {self.num_layers - 1}"
             )
+        if self.owners:
+            return self.owners[vm][layer]
         # Of stages that begin at one layer, all but the last are empty: hence the rightmost.
         return bisect_right(self.bounds(vm), layer) - 1
 
     def stages(self, vm: int) -> list[int]:
         """The stage that owns each layer."""
+        if self.owners:
+            return list(self.owners[vm])
         return [stage for stage, count in enumerate(self.counts[vm]) for _ in range(count)]
 
-    def layers_of(self, vm: int, stage: int) -> range:
+    def layers_of(self, vm: int, stage: int) -> Sequence[int]:
         """The layers that a stage owns."""
+        if self.owners:
+            return [layer for layer, owner in enumerate(self.owners[vm]) if owner == stage]
         first = self.bounds(vm)[stage]
         return range(first, first + self.counts[vm][stage])
 
@@ -129,7 +168,7 @@ class Ownership:
     def stage_of(self, vm: int, layer: int, microbatch: int) -> int:
         return self.placement(microbatch).stage_of(vm, layer)
 
-    def layers_of(self, vm: int, stage: int, microbatch: int) -> range:
+    def layers_of(self, vm: int, stage: int, microbatch: int) -> Sequence[int]:
         return self.placement(microbatch).layers_of(vm, stage)
 
 

@@ -165,6 +165,40 @@ def profile_of(
     return profile, replace(cluster, devices=devices)
 
 
+def guesses_by_kind(figures: Sequence[RankFigures], kinds: Sequence[int]) -> dict[int, Times]:
+    """Estimates of the layers' times by the first measurements in training, where there were none
+    before: layers of one kind take equally long, so ranks that have some of a kind can be compared.
+
+    Args:
+        figures: by rank.
+        kinds: of each layer, a number.
+
+    Returns:
+        the times of the layers that were measured, on a rank of usual speed.
+    """
+    by_kind: dict[int, list[Times]] = {}
+    for mine in figures:
+        of_rank: dict[int, list[Times]] = {}
+        for layer, times in mine.times.items():
+            of_rank.setdefault(kinds[layer], []).append(times)
+        for kind, found in of_rank.items():
+            by_kind.setdefault(kind, []).append(_middle(found))
+    shared = {kind: _middle(found) for kind, found in by_kind.items() if len(found) > 1}
+    guesses: dict[int, Times] = {}
+    for mine in figures:
+        common = {n: times for n, times in mine.times.items() if kinds[n] in shared}
+        expected = sum(sum(shared[kinds[layer]]) for layer in common)
+        slower = sum(f + b for f, b in common.values()) / expected if expected else 1.0
+        for layer, (forward, backward) in mine.times.items():
+            own = forward / (slower or 1.0), backward / (slower or 1.0)
+            guesses[layer] = shared.get(kinds[layer], own)
+    return guesses
+
+
+def _middle(found: Sequence[Times]) -> Times:
+    return median(f for f, _ in found), median(b for _, b in found)
+
+
 def _ranks_of(cluster: Cluster, kind: str) -> list[int]:
     return [rank for rank, device in enumerate(cluster.devices) if device.kind == kind]
 

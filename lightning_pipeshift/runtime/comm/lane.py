@@ -124,10 +124,11 @@ class _Head(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    stride: tuple[int, ...]
 
     def like(self) -> Tensor:
         """A tensor of this kind, without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 class _Pickler(pickle.Pickler):
@@ -281,10 +282,13 @@ class Lane:
         return sent
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
-        """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
+        """Waits for a tensor of the shape, type and layout of ``like``; returns it on the CPU."""
         tensor = host_buffer(tuple(like.shape), like.dtype)
         self.receive_into(tensor, source)
-        return tensor
+        stride = layout_of(like)
+        # Kernels may add up in another order for another layout.
+        is_same = tensor.stride() == stride
+        return tensor if is_same else tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
     def receive_into(self, tensor: Tensor, source: int) -> None:
         """Waits for a tensor, and receives it into a contiguous tensor on the CPU."""
@@ -350,6 +354,13 @@ class Lane:
             self._object_sends.pop(0).wait()
 
 
+def layout_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a copy of a tensor."""
+    shape, stride = tensor.shape, tensor.stride()
+    plain = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(plain).stride()
+
+
 def _in_host(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, in host memory."""
     values = tensor.detach().to("cpu").resolve_conj().resolve_neg()
@@ -359,7 +370,9 @@ def _in_host(tensor: Tensor) -> Tensor:
 def _heads(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """The values, with descriptions in place of tensors."""
     return {
-        name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        name: _Head(tuple(value.shape), value.dtype, layout_of(value))
+        if isinstance(value, Tensor)
+        else value
         for name, value in values.items()
     }
 

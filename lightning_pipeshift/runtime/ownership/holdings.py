@@ -118,6 +118,8 @@ class Holdings:
         self.held: list[ParameterUse] = []
         self.state_on_host: frozenset[int] = frozenset()
         """The identities of parameters whose optimizer state is in host memory between steps."""
+        self.is_common: Callable[[Tensor], bool] | None = None
+        """Whether every stage has a buffer of a layer; ``None``: only the layer's owner has."""
         self.shared = SharedParameters([])
         self._norms: dict[int, _Norm] = {}
         self.place(stage_of)
@@ -193,7 +195,8 @@ class Holdings:
                 for buffer in buffers_of(module).values():
                     if buffer is not None:
                         _, is_held = inside.get(id(buffer), (buffer, False))
-                        inside[id(buffer)] = (buffer, is_held or is_here)
+                        is_common = self.is_common is not None and self.is_common(buffer)
+                        inside[id(buffer)] = (buffer, is_held or is_here or is_common)
         outside = {id(buffer): (buffer, True) for buffer in self.root.buffers()}
         return list((outside | inside).values())
 
@@ -427,6 +430,14 @@ class Holdings:
         elif self.stage == to:
             take_other_state(layer, dict(channels.receive_values(source)))
 
+    def state_of(self, layer: nn.Module) -> dict[tuple[str, str], Any]:
+        """A layer's state other than parameters, as far as only its owner has it."""
+        state, is_common = state_to_send(layer), self.is_common
+        if is_common is None:
+            return state
+        # Every stage has the attributes that a module's extra state is made of.
+        return {path: x for path, x in state.items() if path[1] and (x is None or not is_common(x))}
+
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: DeferredInit) -> None:
         """Moves the tensors that this stage holds to its device; with ``final``, frees the
         others.
@@ -512,6 +523,12 @@ class Holdings:
     def put_gradient_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Saves a parameter's gradient from before the step, if it arrives during the step."""
         self._aside.append((parameter, gradient))
+
+    def return_gradients_aside(self) -> None:
+        """Gives parameters the gradients of :meth:`put_gradient_aside`, before the step begins."""
+        for parameter, gradient in self._aside:
+            give_gradient(parameter, gradient)
+        self._aside = []
 
     def set_gradients_aside(self, keep: bool, adds: bool = False) -> None:
         """Saves the present gradients, so that the step's own start empty.

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.gates.gate import Gate
@@ -43,11 +44,10 @@ from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
     give_gradient,
     hold,
-    state_to_send,
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.lane import Lane, layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -219,16 +219,19 @@ class Migration(ActionListener, LayerListener):
         return transfers
 
     def _buffer_like(self, like: Tensor) -> Tensor:
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and like.is_contiguous():
             return host_buffer(tuple(like.shape), like.dtype)
-        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return torch.empty_strided(
+            like.shape, layout_of(like), dtype=like.dtype, device=self._device
+        )
 
     # --- in threads ---
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
         """Context of copies beside the compute, after the work at the last :meth:`_mark`."""
-        with side_stream(self._device, "moves"):
+        # The main thread may run user code that sees parameters as values.
+        with side_stream(self._device, "moves"), without_torch_function_of_subclasses():
             self._is_ready.wait()
             yield
 
@@ -297,7 +300,7 @@ class Migration(ActionListener, LayerListener):
         parameters = [transfer for transfer in transfers if transfer.parameter is not None]
 
         def take_in(buffer: Tensor) -> None:
-            if buffer.device.type == "cpu":
+            if buffer.device.type == "cpu" and buffer.is_contiguous():
                 lane.receive_into(buffer, source)
             else:
                 buffer.copy_(lane.receive_tensor(buffer, source))
@@ -464,7 +467,7 @@ class Migration(ActionListener, LayerListener):
         for transfer in self._leaving():
             if transfer.parameter is None:
                 module, _ = self._holdings.layers[transfer.layers[0]]
-                transfer.values = state_to_send(module)
+                transfer.values = self._holdings.state_of(module)
         self._mark()
         self._is_settled.set()
 

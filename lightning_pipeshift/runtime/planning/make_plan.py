@@ -96,6 +96,7 @@ class Settings(Options):
         """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
         if self.plan is not None:
             self.plan.require_layers([gate.name for gate in gates])
+            self.require_contiguous(self.plan)
             planned = tuple(map(len, self.plan.placement.counts))
             if planned != stages_per_vm:
                 raise PlanError(
@@ -118,6 +119,14 @@ class Settings(Options):
             require_equal_depths(self.schedule, stages_per_vm)
             names = [gate.name for gate in gates]
             resolve(self.partition, num_layers=len(names), stages_per_vm=stages_per_vm, names=names)
+
+    def require_contiguous(self, plan: Plan) -> None:
+        """Raises PlanError for a plan that only ``core="values"`` can run."""
+        if plan.placement.owners and self.core != "values":
+            raise PlanError(
+                "In the plan, the layers of a stage are not contiguous. Use `core='values'`, or"
+                " give each stage layers that follow each other."
+            )
 
     def aggregation(
         self, backend: str, num_owner_sets: int, placement: Placement

@@ -33,7 +33,12 @@ from lightning_pipeshift.plan.inputs.profile import (
     SharedWeights,
     shared_bytes,
 )
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+from lightning_pipeshift.plan.inputs.profile_fitting import (
+    RankFigures,
+    Times,
+    guesses_by_kind,
+    profile_of,
+)
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
@@ -143,6 +148,8 @@ class Replanning:
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
+        self._kinds: Sequence[int] = ()
+        self._guesses: dict[int, Times] = {}
         self._samples, self._batch_bytes = 1.0, 0
         # The samples of a virtual machine's batch, the largest so far; 0: not known yet.
         self._batch_samples = 0.0
@@ -188,6 +195,21 @@ class Replanning:
             number: the samples of a virtual machine's batch.
         """
         self._batch_samples = max(self._batch_samples, float(number))
+
+    def note_results(self, num_bytes: Mapping[int, int], kinds: Sequence[int]) -> None:
+        """Takes what a step has shown of layers, where none was followed before the first one.
+
+        Args:
+            num_bytes: of what they have returned, by layer.
+            kinds: the kind of each layer, a number.
+        """
+        self._kinds = kinds
+        self._layers = tuple(
+            replace(layer, payload_bytes=found, payload_gradient_bytes=found)
+            if (found := num_bytes.get(index)) is not None
+            else layer
+            for index, layer in enumerate(self._layers)
+        )
 
     def measure(
         self,
@@ -321,6 +343,10 @@ class Replanning:
     def _learned(self, figures: Sequence[RankFigures]) -> Measured:
         topology = self._replicas.topology
         microbatches = self._settings.num_microbatches(topology.stages_per_vm)
+        if self._kinds:
+            # Until here they were those of bytes.
+            self._guesses = guesses_by_kind(figures, self._kinds) | self._guesses
+            figures = [replace(mine, guesses=self._guesses) for mine in figures]
         profile, cluster = profile_of(
             self._layers, self._cluster, figures, self._samples, microbatches
         )
@@ -420,6 +446,11 @@ class Replanning:
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""
         text = None
+        if plan.placement.owners:
+            raise PlanError(
+                "The simulator knows no plans in which the layers of a stage are not contiguous:"
+                " there is no prediction for it."
+            )
         if self.measured is not None and self.is_measured:
             text = replace(plan, prediction=self.measured.prediction(plan)).to_json()
         text = self._replicas.world.share_object(text, source=0)
@@ -436,7 +467,7 @@ class Replanning:
         Raises:
             PlanError: a device lacks memory for layers while they move.
         """
-        if old.placement == new.placement:
+        if old.placement == new.placement or old.placement.owners or new.placement.owners:
             return [CutOver(new, 0)]
         found: list[tuple[str, int]] | str = ""
         if self._replicas.rank == 0:
@@ -467,7 +498,7 @@ class Replanning:
             is_here: whether only the first rank calls this; otherwise every rank does.
         """
         problem, measured = "", self.measured
-        if measured is not None and self.is_measured:
+        if measured is not None and self.is_measured and not plan.placement.owners:
             held = measured.prediction(plan).memory_bytes
             problem = "" if measured.fits(plan, held) else measured.lacking(plan, held)
         if not is_here:

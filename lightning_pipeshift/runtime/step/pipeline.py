@@ -591,6 +591,7 @@ class Pipeline:
                 can change. Or a device lacks memory for layers while they move.
         """
         now, coming = self.plan, self.coming_plan
+        self.settings.require_contiguous(plan)
         plan.require_layers([gate.name for gate in self._trace_cache.gates])
         found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
         allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
@@ -649,7 +650,7 @@ class Pipeline:
             PlanError: a move is impossible. Then nothing changes.
         """
         plan = self.coming_plan
-        plan = plan.with_placement(placement_after(plan, moves))
+        plan = plan.with_placement(placement_after(plan, moves, self.settings.core == "values"))
         self.planning.require_memory(plan)
         self.adopt(plan)
 
@@ -1048,7 +1049,7 @@ class Pipeline:
             profiler.begin_anew(for_good=profiler.is_over)
 
     def _replan(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.changes.last is None:
+        if self.changes.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             self.planning.after_step(self.plan, own, self._trace_cache.gates, optimizers)
 
@@ -1204,6 +1205,7 @@ class Pipeline:
         if trace is not None and trace.carried and not is_first:
             check_carried(trace.carried, placement, self.vm, self._trace_cache.gates)
         layers = placement.layers_of(self.vm, self.channels.stage)
+        assert isinstance(layers, range)
         return Microbatch(part, size, trace, layers, key, recompute or {})
 
     def _row(

@@ -23,7 +23,8 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
         return status
     # Each is an immutable value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning
-    measured = planning.measured if planning.is_measured else None
+    is_known = planning.is_measured and not plan.placement.owners
+    measured = planning.measured if is_known else None
     if measured is not None:
         status["waits"] = [str(wait) for wait in waits_of(plan, measured)]
     expected = measured.prediction(plan) if measured is not None else None

@@ -109,3 +109,21 @@ def test_parts_of_a_change_move_each_layer_once_and_no_link_is_busy_for_long(see
         for vm in range(len(depths))
         for a, b in zip(old.stages(vm), new.stages(vm), strict=True)
     )
+
+
+def test_stages_whose_layers_are_not_contiguous():
+    plan = Plan(LAYERS, Placement(((2, 2, 2),)), "1f1b", 4)
+    moves = [Move(layer="a", stage=2), Move(layer="f", stage=0)]
+    plan = plan.with_placement(placement_after(plan, moves, may_scatter=True))
+    assert plan.placement.stages(0) == [2, 0, 1, 1, 2, 0]
+    assert [[layer.name for layer in stage] for stage in plan.stage_layers(0)] == [
+        ["b", "f"],
+        ["c", "d"],
+        ["a", "e"],
+    ]
+    # A layer sends what it returns where the next one is elsewhere.
+    assert plan.stage_payload_bytes(0) == (1, 1)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert not plan.is_like(plan.with_placement(Placement(plan.placement.counts)))
+    back = [Move(layer="a", stage=0), Move(layer="f", stage=2)]
+    assert placement_after(plan, back) == Placement(((2, 2, 2),))

@@ -87,3 +87,20 @@ def test_wrong_moves():
 def test_a_history_begins_at_0_and_ascends(starts):
     with pytest.raises(PartitionError, match="begin at 0 and ascend"):
         Ownership(tuple((start, Placement(((1,),))) for start in starts))
+
+
+def test_layers_of_a_stage_that_are_not_contiguous():
+    placement = Placement.of([[0, 1, 0, 2], [0, 0, 1, 1]], [3, 2])
+    assert placement.counts == ((2, 1, 1), (2, 2))
+    assert [placement.stages(vm) for vm in range(2)] == [[0, 1, 0, 2], [0, 0, 1, 1]]
+    assert [placement.stage_of(0, layer) for layer in range(4)] == [0, 1, 0, 2]
+    assert [list(placement.layers_of(0, stage)) for stage in range(3)] == [[0, 2], [1], [3]]
+    assert placement != Placement(placement.counts)
+    # Where all are, nothing else is said of them.
+    assert Placement.of([[0, 0, 1]], [3]) == Placement(((2, 1, 0),))
+
+
+@pytest.mark.parametrize("owners", [((0, 0, 1),), ((0, 1, 1),), ((1, 0, 3),), ((1, 0, 0),) * 2])
+def test_owners_that_disagree_with_the_counts(owners):
+    with pytest.raises(PartitionError, match=r"layers are on the stages"):
+        Placement(((2, 1),), owners)

@@ -4,7 +4,11 @@ import pytest
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+from lightning_pipeshift.plan.inputs.profile_fitting import (
+    RankFigures,
+    guesses_by_kind,
+    profile_of,
+)
 
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 4}
 LAYERS = tuple(LayerProfile(name, parameter_bytes=size) for name, size in SIZES.items())
@@ -176,3 +180,24 @@ def test_what_layers_take_for_a_moment_is_the_most_that_any_rank_has_seen():
     figures = [RankFigures(guesses=EQUAL, working_bytes={0: n, 2: 5}) for n in (3, 4)]
     profile, _ = found("XX", *figures)
     assert [layer.working_bytes for layer in profile.layers] == [4, 0, 5, 0]
+
+
+def test_estimates_of_layers_of_one_kind_tell_how_fast_ranks_are() -> None:
+    """Layers 0, 1, 3 and 4 are of one kind. Rank 1 is three times as slow, and has a layer of its
+    own kind, which must not look three times as large.
+    """
+    figures = [
+        RankFigures({}, {0: (1.0, 2.0), 1: (1.0, 2.0), 2: (5.0, 5.0)}),
+        RankFigures({}, {3: (3.0, 6.0), 4: (3.0, 6.0), 5: (6.0, 9.0)}),
+    ]
+    guesses = guesses_by_kind(figures, [7, 7, 8, 7, 7, 9])
+    assert guesses == {
+        **dict.fromkeys((0, 1, 3, 4), (2.0, 4.0)),
+        2: (10.0, 10.0),
+        5: (4.0, 6.0),
+    }
+    ratios = [
+        sum(map(sum, mine.times.values())) / sum(sum(guesses[n]) for n in mine.times)
+        for mine in figures
+    ]
+    assert ratios == [0.5, 1.5]
