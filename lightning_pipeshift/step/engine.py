@@ -173,8 +173,8 @@ class SuspendableMicrobatch(Microbatch):
         if self._tails is not None and self._tails.current is not None:
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
-            core = self.core
-            self._tails.use(f"layer {core.names[number]}", bool(core.buffers[number]))
+            name, buffers = self.core.names[number], self.core.buffers[number]
+            self._tails.use(f"layer {name}", bool(buffers))
 
 
 class Engine:

@@ -47,8 +47,7 @@ def flags_of(flagged: Flagged) -> tuple[bool, ...]:
     """Whether modules are in training, and parameters are trained. Called inside of
     :data:`without_torch_function_of_subclasses`.
     """
-    modules, parameters = flagged
-    return (*[x.training for x in modules], *[x.requires_grad for x in parameters])
+    return (*[x.training for x in flagged[0]], *[x.requires_grad for x in flagged[1]])
 
 
 def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:
@@ -73,11 +72,9 @@ def leaving_flags(
     leave, for all stages to set; nothing if they are the same.
 
     Args:
-        forward: the layer's.
+        forward: the layer's, called with the arguments that follow.
         flagged: what has flags.
         flags: those before the call.
-        args: of the forward.
-        kwargs: likewise.
     """
     left = flags
     try:

@@ -233,16 +233,9 @@ def numbered_seed(seed: int, number: int) -> int:
 
 
 class drawing_from:
-    """Context in which draws come from one stream; afterwards, the generators continue with their
-    earlier state. It is entered for each layer, so it has to be fast.
-
-    Args:
-        generators: torch's.
-        host: whether draws from NumPy and ``random`` do so, too, which takes much longer.
-        seed: the stream's.
-
-    Raises:
-        LayerError: something was drawn from NumPy or ``random`` without ``host``.
+    """Context in which draws of torch's generators come from the stream of a seed; with ``host``
+    those of NumPy and ``random``, too, which takes much longer: without, they are a LayerError.
+    Afterwards, the generators continue with their earlier state.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], host: bool, seed: int) -> None:

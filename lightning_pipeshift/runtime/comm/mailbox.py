@@ -251,9 +251,7 @@ class Mailbox:
         """
         with self._offering:
             self._offers[key] = tensor, counted_writes(tensor)
-            if key not in self._asked:
-                return
-            asked = self._asked.pop(key)
+            asked = self._asked.pop(key, {})
             answers = [self._answer(to, key, phase) for to, phase in asked.items()]
         self._send_all(answers)
 
