@@ -174,11 +174,11 @@ class SuspendableMicrobatch(Microbatch):
 
     def enters_layer(self, number: int) -> None:
         """See :class:`Microbatch`."""
-        if self._tails is not None:
+        if self._tails is not None and self._tails.current is not None:
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
-            core = self.core
-            self._tails.use(f"layer {core.names[number]}", bool(core.buffers[number]))
+            name, buffers = self.core.names[number], self.core.buffers[number]
+            self._tails.use(f"layer {name}", bool(buffers))
 
 
 class Engine:
@@ -242,7 +242,7 @@ class Engine:
 
         def advance(microbatch: SuspendableMicrobatch) -> None:
             with self._around(Action(Kind.FORWARD, microbatch.turn)):
-                if tails is not None:
+                if tails is not None and tails.is_watching:
                     tails.current = microbatch
                 try:
                     microbatch.advance()

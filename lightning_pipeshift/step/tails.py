@@ -113,16 +113,17 @@ class Tails:
         self._outside_before: list[Any] = []
         self._num_watched, self._has_read = 0, True
         self._hindrance = "", ""
-        self._is_watching = self._is_said = False
+        self.is_watching = self._is_said = False
+        """Whether a run is watched now."""
         self.reason = ""
         """Why no step runs ahead in this training; empty if steps may."""
         self.current: Part | None = None
-        """The step that runs now."""
+        """The step that runs now, if it is watched."""
 
     @property
     def may_run_ahead(self) -> bool:
         """Whether a step may run ahead of those before it."""
-        return self._is_watching and not self._is_new and not self.reason
+        return self.is_watching and not self._is_new and not self.reason
 
     @property
     def _is_new(self) -> bool:
@@ -138,7 +139,6 @@ class Tails:
             yield
             return
         core, self._has_read = self._core, False
-        self._begin_part()
         try:
             with ExitStack() as stack:
                 classes: set[type] = {nn.Module, *self._seen.values()}
@@ -146,10 +146,11 @@ class Tails:
                     stack.enter_context(_intercepted(cls))
                 _WATCHERS.update(dict.fromkeys(self._labels, self))
                 stack.callback(lambda: [_WATCHERS.pop(each, None) for each in self._labels])
-                self._is_watching = True
+                self.is_watching = True
+                self._begin_part()
                 yield
         finally:
-            self._is_watching = False
+            self.is_watching = False
         self._num_watched += self._has_read
         if core.switched:
             self._hinder("freezes or thaws parameters", "Do it between steps")
@@ -207,11 +208,11 @@ class Tails:
                     self._note(f"{self._labels[module]}.{name}", part, True)
 
     def _begin_part(self) -> None:
-        if self._is_new:
+        if self.is_watching and self._is_new:
             self._outside_before = [_Content(find()) for _, find in self._outside]
 
     def _end_part(self) -> None:
-        if self._is_new:
+        if self.is_watching and self._is_new:
             for (name, find), before in zip(self._outside, self._outside_before, strict=True):
                 if _Content(find()) != before:
                     self._hinder(f"changes {name}", "Keep it in an attribute of the module")

@@ -13,23 +13,17 @@ class Memory:
     """The memory that a value shares with its views.
 
     Attributes:
-        num_tensors: how many values share it.
+        accounts: of the values that share it.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
     """
 
-    __slots__ = ("_accounts", "num_tensors", "num_writes", "writer")
+    __slots__ = ("accounts", "num_writes", "writer")
 
     def __init__(self) -> None:
-        self._accounts: list[weakref.ref[Account]] = []
-        self.num_tensors = 0
+        self.accounts: list[weakref.ref[Account]] = []
         self.num_writes = 0
         self.writer: int | None = None
-
-    def add(self, account: Account) -> None:
-        """Adds a value that shares the memory."""
-        self.num_tensors += 1
-        self._accounts.append(weakref.ref(account))
 
     def write(self, stage: int) -> list[Account]:
         """Notes that an operation at a stage has written to the memory; returns the accounts of the
@@ -37,7 +31,7 @@ class Memory:
         """
         self.num_writes += 1
         self.writer = stage
-        return [account for each in self._accounts if (account := each()) is not None]
+        return [account for each in self.accounts if (account := each()) is not None]
 
 
 class Account:
@@ -86,7 +80,7 @@ class Account:
     ) -> None:
         self.requires_grad = requires_grad
         self.memory = Memory() if memory is None else memory
-        self.memory.add(self)
+        self.memory.accounts.append(weakref.ref(self))
         self.era: tuple[int, int, int] | None = None
         self.name: tuple[int, int, int] | None = None
         self.seen: tuple[int, Tensor] | None = None

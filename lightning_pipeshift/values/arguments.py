@@ -155,7 +155,7 @@ class Arguments:
             if cls is int:
                 self._note_number(x)
             return (cls, x)
-        if isinstance(x, tuple):
+        if cls is tuple or isinstance(x, tuple):
             self._num_tuples += 1
             return (cls, *map(self._scan, x))
         if isinstance(x, Tensor):

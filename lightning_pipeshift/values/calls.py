@@ -17,7 +17,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import drawing_from
+from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -61,7 +61,7 @@ class Call(NamedTuple):
         contract: ``None`` if what it gives depends on values.
         stage: where it runs.
         label: names it in messages.
-        stream: the key of its random numbers.
+        stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
     """
 
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     contract: Contract | None
     stage: int
     label: str
-    stream: tuple[int | str, ...]
+    stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
 
 
@@ -113,31 +113,30 @@ class Calls(Transfers):
                 if plain is not None:
                     others[name] = plain
         if self.stage != stage:
-            return self._expected(call) if contract is not None else self._told(call, here, None)
+            if contract is None:
+                return self._told(call, here, None)
+            return self._given(call, here, [None] * len(contract.specs))
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
-        with run_by(None), without_torch_function_of_subclasses():
-            result, nodes, before, written = self._run(call, tensors, others)
-            is_unchanged = not nodes and not written
-            if contract is not None and is_unchanged and kept_simply(contract, result, tensors):
-                new = [result]
-            else:
+        with without_torch_function_of_subclasses():
+            with run_by(None):
+                result, nodes, before, written = self._run(call, tensors, others)
+                is_unchanged = not nodes and not written
+                if contract is not None and is_unchanged and kept_simply(contract, result, tensors):
+                    return self._made(call, contract.specs[0], result, [])
                 after = Outcome(nodes, tensors, result)
-                if contract is None:
-                    specs = specs_of(after.new, tensors)
-                    needs_gradient = {at: tensors[at].requires_grad for at in written}
-                    told = after.result, after.changes_from(before), specs, needs_gradient
-                else:
-                    require_kept(contract, call.label, tensors, before, after, written)
-                new = after.new
-        if contract is not None:
-            return self._given(call, here, new)
-        for at in written:
-            if at not in here:
-                self._require_own(tensors[at], call.label, needs_gradient[at])
-        return self._told(call, here, (told, new))
+            if contract is not None:
+                require_kept(contract, call.label, tensors, before, after, written)
+                return self._given(call, here, after.new)
+            specs = specs_of(after.new, tensors)
+            needs_gradient = {at: tensors[at].requires_grad for at in written}
+            for at in written:
+                if at not in here:
+                    self._require_own(tensors[at], call.label, needs_gradient[at])
+            told = after.result, after.changes_from(before), specs, needs_gradient
+            return self._told(call, here, (told, after.new))
 
     def _run(
         self, call: Call, tensors: list[Tensor], others: dict[str, Tensor]
@@ -167,16 +166,11 @@ class Calls(Transfers):
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
         draws_on_host = contract is None or contract.draws_on_host
-        with drawing_from(self.core.generators, draws_on_host, *call.stream):
+        with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
             result = call.function(others, args, kwargs)
         now = versions_in(tensors)
         written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
-
-    def _expected(self, call: Call) -> Any:
-        """Returns placeholders for the results of a call at another stage, by its contract."""
-        assert call.contract is not None
-        return self._given(call, {}, [None] * len(call.contract.specs))
 
     def _given(self, call: Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
         """Makes the values of a call's results, notes its writes, and applies its changes."""
@@ -255,8 +249,7 @@ class Calls(Transfers):
                 if other.owner == call.stage:
                     other.refresh()
                     if self.stage == call.stage:
-                        with without_torch_function_of_subclasses():
-                            self.offer(other)
+                        self.offer(other)
             if isinstance(target, Value):
                 target.has_history = target.has_history or needs_gradient
                 if target.requires_grad != account.requires_grad:
@@ -303,7 +296,7 @@ class Calls(Transfers):
             if type(call.arguments.tensors[other]) in PLACED
         ]
         is_away = account.owner != call.stage
-        has_views = account.memory.num_tensors > 1
+        has_views = len(account.memory.accounts) > 1
         if (
             (is_away and any(other.memory is account.memory for other in others))
             or (is_away and account.requires_grad and not with_gradient)

@@ -279,14 +279,15 @@ def kept_simply(contract: Contract, result: Any, tensors: Sequence[Tensor]) -> b
         result: what it returned.
         tensors: those in its arguments, plain.
     """
-    is_new = contract.gives_one and isinstance(result, Tensor)
-    if not is_new or any(result is x for x in tensors):
+    if not contract.gives_one or not isinstance(result, Tensor):
         return False
-    memory = storage_key_of(result)
-    shared = (
-        at for at, x in enumerate(tensors) if type(x) is not Value and storage_key_of(x) == memory
-    )
-    return spec_of(result, next(shared, None)) == contract.specs[0]
+    memory, shares = storage_key_of(result), None
+    for at, x in enumerate(tensors):
+        if x is result:
+            return False
+        if shares is None and type(x) is not Value and storage_key_of(x) == memory:
+            shares = at
+    return spec_of(result, shares) == contract.specs[0]
 
 
 def require_kept(

@@ -201,7 +201,8 @@ class Core:
             _put(self._fakes, kind, fake, _MOST_KINDS)
         fake = self._fakes[kind]
         if fake is not None:
-            set_flags(flagged_in(fake), flags_of(self.flagged[number]))
+            with without_torch_function_of_subclasses():
+                set_flags(flagged_in(fake), flags_of(self.flagged[number]))
         return fake
 
     def add_state(self, number: int, changed: set[Attribute]) -> bool:
@@ -314,8 +315,10 @@ class Core:
         classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
-        for tensor in placed:
-            tensor.__class__ = StepParameter if isinstance(tensor, nn.Parameter) else StepBuffer
+        for tensor, cls in classes.items():
+            # A class is faster to look at: `isinstance` is torch's own for parameters.
+            is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
+            tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         self.sees_parameters = True
         try:

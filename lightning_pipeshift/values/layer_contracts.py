@@ -44,13 +44,10 @@ def flagged_in(layer: nn.Module) -> Flagged:
 
 
 def flags_of(flagged: Flagged) -> tuple[bool, ...]:
-    """Whether modules are in training, and parameters are trained."""
-    modules, parameters = flagged
-    with without_torch_function_of_subclasses():
-        return (
-            *[module.training for module in modules],
-            *[parameter.requires_grad for parameter in parameters],
-        )
+    """Whether modules are in training, and parameters are trained. Called inside of
+    :data:`without_torch_function_of_subclasses`.
+    """
+    return (*[x.training for x in flagged[0]], *[x.requires_grad for x in flagged[1]])
 
 
 def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:
@@ -64,28 +61,29 @@ def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:
 
 
 def leaving_flags(
-    forward: Callable[..., Any], flagged: Flagged, flags: tuple[bool, ...]
-) -> Callable[..., tuple[Any, tuple[bool, ...]]]:
-    """A layer's forward that leaves its flags as they were, and also returns those that it would
+    forward: Callable[..., Any],
+    flagged: Flagged,
+    flags: tuple[bool, ...],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, tuple[bool, ...]]:
+    """Calls a layer's forward, and leaves its flags as they were. Also returns those that it would
     leave, for all stages to set; nothing if they are the same.
 
     Args:
-        forward: the layer's.
+        forward: the layer's, called with the arguments that follow.
         flagged: what has flags.
         flags: those before the call.
     """
-
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, tuple[bool, ...]]:
-        left = flags
-        try:
-            result = forward(*args, **kwargs)
-        finally:
-            left = flags_of(flagged)
-            if left != flags:
-                set_flags(flagged, flags)
-        return result, () if left == flags else left
-
-    return run
+    left = flags
+    try:
+        result = forward(*args, **kwargs)
+    finally:
+        left = flags_of(flagged)
+        if left != flags:
+            set_flags(flagged, flags)
+    return result, () if left == flags else left
 
 
 def kind_of(layer: nn.Module, forward: Any, without: Collection[Attribute]) -> Any:

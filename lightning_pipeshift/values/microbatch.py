@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
@@ -68,11 +70,10 @@ class Microbatch(Calls):
 
     def __init__(self, core: Core, run_number: int, step: int, turn: int) -> None:
         super().__init__(core, run_number, turn)
-        self._step = step
-        self._num_layers = 0
+        self._seed = stream_seed("calls", core.seed, step, turn)
         # By the function's name: on the only stage, what a step has kept are plain tensors in the
         # next one, and functions of them do not count. Others draw the same numbers all the same.
-        self._num_operations: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
         self.is_in_backward = False
         self.has_later_backward = False
         """Whether the schedule runs the backward, some time after the step."""
@@ -109,7 +110,7 @@ class Microbatch(Calls):
             known = core.keep(key, contract, name_of(function), key[1:-1])
         contract, label, digest = known
         self.note_call(label, digest, arguments)
-        self._num_operations[label] += 1
+        stream = self._next_stream(label)
         stage = self._stage_of(contract, arguments)
         if stage is None:
             return self._everywhere(function, args, kwargs)
@@ -121,9 +122,12 @@ class Microbatch(Calls):
             finally:
                 core.operation = None
 
-        number = self._num_operations[label]
-        stream = "operation", core.seed, self._step, self.turn, label, number
         return self._call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    def _next_stream(self, name: str) -> tuple[int, int]:
+        """The random stream of the next call of a name: see :class:`Call`."""
+        self._num_calls[name] += 1
+        return self._seed ^ (zlib.crc32(name.encode()) << 31), self._num_calls[name]
 
     def plain(self, tree: Any) -> Any:
         """A structure with the tensors of this stage in the place of values."""
@@ -164,7 +168,6 @@ class Microbatch(Calls):
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
         self.enters_layer(number)
-        self._num_layers += 1
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 
     def enters_layer(self, number: int) -> None:
@@ -185,7 +188,8 @@ class Microbatch(Calls):
         if placed:
             core.place_parameters(placed, [stage])
         flagged = core.flagged[number]
-        flags = flags_of(flagged)
+        with without_torch_function_of_subclasses():
+            flags = flags_of(flagged)
         key = (
             kind,
             flags,
@@ -205,7 +209,7 @@ class Microbatch(Calls):
                 forward: Callable[..., Any] = core.plain_forward(number, fake)
                 forward = hearing(fake, forward, hooked)
                 forward = with_state(fake, forward, state, core.watch(number, fake), changed)
-                forward = leaving_flags(forward, flagged_in(fake), flags)
+                forward = partial(leaving_flags, forward, flagged_in(fake), flags)
                 fake_args = ((), *args) if is_bare else all_args
                 contract = core.finder.find(forward, fake_args, kwargs, is_layer=True)
                 if core.add_state(number, changed):
@@ -216,7 +220,7 @@ class Microbatch(Calls):
         contract, _, digest = known
         label = core.names[number]
         # Not before: what a stage has learned about a layer's state may differ.
-        self.note_call(label, digest, arguments)
+        self.note_call(label, digest + number, arguments)
         if is_bare and (contract is None or not contract.is_bare):
             is_bare, all_args = False, ((), *args)
 
@@ -239,7 +243,7 @@ class Microbatch(Calls):
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
             versions = versions_in(others.values())
-            result, left = leaving_flags(forward, flagged, flags)(*run_args, **run_kwargs)
+            result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:
@@ -263,7 +267,7 @@ class Microbatch(Calls):
                 raise other_numbers(label)
             return result
 
-        stream = "layer", core.seed, self._step, self.turn, self._num_layers
+        stream = self._next_stream("a layer")
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
@@ -355,6 +359,7 @@ class Microbatch(Calls):
             # There is no other way back than autograd's, which tells if it was used up.
             return
         self._num_backwards += 1
+        self._end_era()
         self._new_token()
         for tensor, account in self.accounts.items():
             self._begin_parameter(tensor, account)
@@ -362,8 +367,10 @@ class Microbatch(Calls):
 
 def _described(tensor: Tensor) -> Any:
     """What of a tensor the shapes of a call's results may depend on."""
+    if type(tensor) is Value:
+        return tensor.geometry, tensor.account.requires_grad
     with without_torch_function_of_subclasses():
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        return (tensor.shape, tensor.stride(), tensor.dtype), tensor.requires_grad
 
 
 def _autocast(device: torch.device) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ class NotedProgram:
 
         Args:
             label: its name.
-            digest: of its modes and shapes.
+            digest: of its name, modes and shapes.
             arguments: the numbers in them count, and which values they are.
         """
         found = self.digest * 31 + digest
@@ -75,7 +75,7 @@ class NotedProgram:
         for x in arguments.tensors:
             if type(x) is Value and x.account.name is not None:
                 found = found * 31 + sum(x.account.name)
-        self.digest = _rolled(found, label.encode())
+        self.digest = found & DIGEST_MASK
         self._note_line(label)
 
     def note_generators(self) -> None:

@@ -48,6 +48,7 @@ class Transfers(NotedProgram):
         super().__init__(core, run_number, turn)
         self.accounts: dict[Tensor, Account] = {}
         self._num_values = 0
+        self._end_era()
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
@@ -130,9 +131,8 @@ class Transfers(NotedProgram):
                 " once for the sum of the losses."
             )
 
-    @property
-    def _era(self) -> tuple[int, int, int]:
-        return self._run_number, self.turn, self._num_backwards
+    def _end_era(self) -> None:
+        self._era = self._run_number, self.turn, self._num_backwards
 
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
         key = self._key(account.owner, Kind.VALUE)
@@ -270,15 +270,16 @@ class Transfers(NotedProgram):
         return key_of(account)
 
     def offer(self, account: Account) -> None:
-        """Lets other stages ask for a value of this one, if it is small."""
+        """Lets other stages ask for a value of this one, if it is small. Called inside of
+        :data:`without_torch_function_of_subclasses`.
+        """
         tensor = account.tensor
         if account.name is None or tensor is None or self._is_alone:
             return
-        with without_torch_function_of_subclasses():
-            if tensor.nbytes <= _KEPT_BYTES:
-                # Torch does not count writes to tensors of inference mode, so they are copied.
-                kept = tensor.clone() if tensor.is_inference() else tensor.detach()
-                self.mailbox.offer(key_of(account), kept)
+        if tensor.nbytes <= _KEPT_BYTES:
+            # Torch does not count writes to tensors of inference mode, so they are copied.
+            kept = tensor.clone() if tensor.is_inference() else tensor.detach()
+            self.mailbox.offer(key_of(account), kept)
 
 
 def key_of(account: Account) -> Key:

@@ -132,6 +132,8 @@ class Value(Tensor):
     """Whether the stage of a value's memory must not change: a parameter has it as its gradient."""
     has_history: bool
     """Whether it is no leaf if it needs a gradient."""
+    geometry: tuple[torch.Size, tuple[int, ...], torch.dtype]
+    """Its shape, strides and dtype."""
 
     @staticmethod
     def __new__(cls, spec: Spec, device: torch.device, account: Account) -> Value:
@@ -144,6 +146,7 @@ class Value(Tensor):
             requires_grad=spec.requires_grad,
         )
         value.account, value.has_history = account, not spec.is_leaf
+        value.geometry = spec[:3]
         return value
 
     @property
@@ -225,13 +228,13 @@ PLACED: frozenset[type] = frozenset({Value, StepParameter, StepBuffer})
 
 def version_in(tensor: Tensor) -> int:
     """How often a plain tensor's memory was written to, where that is counted."""
-    return versions_in([tensor])[0]
+    with without_torch_function_of_subclasses():
+        return versions_in([tensor])[0]
 
 
 def versions_in(tensors: Iterable[Tensor]) -> list[int]:
-    """:func:`version_in` of each."""
-    with without_torch_function_of_subclasses():
-        return [0 if type(x) is Value else counted_writes(x) for x in tensors]
+    """:func:`version_in` of each, inside of :data:`without_torch_function_of_subclasses`."""
+    return [0 if type(x) is Value else counted_writes(x) for x in tensors]
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -254,9 +257,10 @@ def user_line() -> str:
     """The file and line of the user's code that runs now."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        is_ours = _IS_OURS.get(module)
-        if is_ours is None:
+        try:
+            is_ours = _IS_OURS[frame.f_globals["__name__"]]
+        except KeyError:
+            module = frame.f_globals.get("__name__", "")
             is_ours = _IS_OURS[module] = module.startswith(_OURS)
         if not is_ours:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"

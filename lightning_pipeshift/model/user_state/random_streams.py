@@ -227,40 +227,39 @@ def set_host_state(state: Any) -> None:
         seed_host(state)
 
 
-@contextmanager
-def drawing_from(
-    generators: Sequence[torch.Generator], host: bool, *key: int | str
-) -> Iterator[None]:
-    """Context in which draws come from the key's stream; afterwards, the generators continue with
-    their earlier state.
+def numbered_seed(seed: int, number: int) -> int:
+    """The seed of one of many streams, faster than :func:`stream_seed`."""
+    return _mixed(seed + number) >> 1
 
-    Args:
-        generators: torch's.
-        host: whether draws from NumPy and ``random`` do so, too, which takes much longer.
-        key: the stream's.
 
-    Raises:
-        LayerError: something was drawn from NumPy or ``random`` without ``host``.
+class drawing_from:
+    """Context in which draws of torch's generators come from the stream of a seed; with ``host``
+    those of NumPy and ``random``, too, which takes much longer: without, they are a LayerError.
+    Afterwards, the generators continue with their earlier state.
     """
-    seed, states = stream_seed(*key), [generator.get_state() for generator in generators]
-    state, mark = (host_state() if host else 0), host_mark()
-    for generator in generators:
-        generator.manual_seed(seed)
-    if host:
-        seed_host(seed)
-    try:
-        yield
-    finally:
-        for generator, before in zip(generators, states, strict=True):
+
+    def __init__(self, generators: Sequence[torch.Generator], host: bool, seed: int) -> None:
+        self._generators, self._host, self._seed = generators, host, seed
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        self._before = host_state() if self._host else host_mark()
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+        if self._host:
+            seed_host(self._seed)
+
+    def __exit__(self, failure: object, *_: object) -> None:
+        for generator, before in zip(self._generators, self._states, strict=True):
             generator.set_state(before)
-        if host:
-            set_host_state(state)
-    if not host and host_mark() != mark:
-        raise LayerError(
-            "A layer has drawn from NumPy or `random`, and did not in its run without values: from"
-            " here on, other stages would draw other numbers than this one. Draw in every call, and"
-            " not only if things outside of the layer say so; or draw from torch."
-        )
+        if self._host:
+            set_host_state(self._before)
+        elif failure is None and host_mark() != self._before:
+            raise LayerError(
+                "A layer has drawn from NumPy or `random`, and did not in its run without values:"
+                " from here on, other stages would draw other numbers than this one. Draw in every"
+                " call, and not only if things outside of the layer say so; or draw from torch."
+            )
 
 
 def global_state() -> dict[str, Any]:

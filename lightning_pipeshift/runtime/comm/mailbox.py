@@ -251,10 +251,9 @@ class Mailbox:
         """
         with self._offering:
             self._offers[key] = tensor, counted_writes(tensor)
-            asked = self._asked.pop(key, None)
-            answers = [self._answer(to, key, phase) for to, phase in (asked or {}).items()]
-        if asked:
-            self._send_all(answers)
+            asked = self._asked.pop(key, {})
+            answers = [self._answer(to, key, phase) for to, phase in asked.items()]
+        self._send_all(answers)
 
     def offered(self, key: Key) -> Tensor | None:
         """Returns the value that other stages may read; ``None`` if it is not kept any more, or if

@@ -222,7 +222,7 @@ def test_the_state_of_numpy_and_random_is_restored(drawn: str, is_fresh: bool) -
 def test_a_draw_from_numpy_or_random_that_was_not_expected_is_refused(drawn: str) -> None:
     with (
         pytest.raises(LayerError, match="did not in its run without values"),
-        drawing_from([torch.default_generator], False, "layer", 1),
+        drawing_from([torch.default_generator], False, 1),
     ):
         _DRAWS[drawn]()
 
@@ -238,10 +238,10 @@ def test_a_stream_of_its_own_leaves_the_others_as_they_were() -> None:
     torch.manual_seed(5)
 
     first = draw()
-    with drawing_from([torch.default_generator], True, "layer", 1):
+    with drawing_from([torch.default_generator], True, 1):
         inside = draw()
     second = draw()
-    with drawing_from([torch.default_generator], True, "layer", 1):
+    with drawing_from([torch.default_generator], True, 1):
         again = draw()
 
     assert [first, second] == expected
