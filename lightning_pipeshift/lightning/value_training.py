@@ -10,10 +10,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.step.minibatches import Finished
+from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running
@@ -94,3 +97,26 @@ class ValueTraining(TrainingSteps):
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
         self._pipeline.settle_values()
+
+
+class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
+    """:class:`AsynchronousTraining` on values."""
+
+    _pipeline: AsynchronousValuePipeline
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """See :class:`AsynchronousTraining`."""
+        if self._pipeline.is_by_itself:
+            adjustments.log_tensors(self._trainer.lightning_module)
+        adjustments.log_steps_by(self._trainer, self._log_others)
+        TrainingSteps.adjust(self, adjustments)
+
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
+        super().drain(is_resumable)
+        self._pipeline.settle_values()
+
+    def _update(self, one: Finished) -> None:
+        # A hook around the update finds tensors of this stage: the others are at other updates.
+        with run_by(None):
+            super()._update(one)

@@ -316,9 +316,14 @@ class Mailbox:
             ]
         self._send_all(answers)
 
-    def forget(self, run: int) -> None:
-        """Drops what is kept for readers of runs before this one."""
-        self.run = run
+    def forget(self, run: int, newest: int) -> None:
+        """Drops what is kept for readers of runs before one.
+
+        Args:
+            run: the run.
+            newest: the run that begins now.
+        """
+        self.run = newest
         with self._offering:
             for key in [key for key in self._told if key.step < run - 1]:
                 del self._told[key]

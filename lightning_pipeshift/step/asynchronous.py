@@ -1,0 +1,268 @@
+"""One rank's part of an asynchronous pipeline whose stages all run the whole of the user's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.microbatch import split
+from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.runtime.comm.messages import ADVICE
+from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
+from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.stage import Microbatch as Slice
+from lightning_pipeshift.runtime.step.stage import Step
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
+from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.suspension import ThreadState
+from lightning_pipeshift.values.gathering import Kept, Structure
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import DIGEST_MASK
+from lightning_pipeshift.values.value import running
+
+# Under which a report has the values of metrics, and a digest of what the step has logged.
+_METRICS, _DIGEST = ("", "metrics"), ("", "digest")
+
+
+@dataclass
+class _UnderWay:
+    """A minibatch between its forward and its report.
+
+    Args:
+        given: the batch.
+        step: its losses.
+        run: the number of its run in the core.
+    """
+
+    given: TrainingBatch
+    step: Step
+    run: int
+    microbatch: SuspendableMicrobatch = field(init=False)
+    results: Structure = field(init=False)
+    """What the step has returned and logged, with the values of metrics."""
+    awaited: list[tuple[list[int], Callable[[], Any]]] = field(default_factory=list)
+    """On the last stage, which of its leaves others have, and what takes them."""
+
+
+class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
+    """An :class:`AsynchronousPipeline` on values.
+
+    A stage's call for minibatch ``k`` depends on calls for ``k`` and earlier ones of other stages
+    only, so any stage may wait in a call for all others to come to it, and nothing deadlocks.
+
+    A parameter that several stages hold is trained by the first of them, which sends it to the
+    others in each minibatch, in its own version; they get the trained bytes in an empty pipeline.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._flight = Flight()
+        self._under_way: dict[int, _UnderWay] = {}
+        """By the minibatch's number."""
+        self._versions: WeightVersions | None = None
+        """While minibatches run."""
+        # Of the steps since the pipeline was empty. All stages add it to their program's digest at
+        # the same time.
+        self._digest = 0
+
+    def _connect_core(self) -> None:
+        super()._connect_core()
+        core, holdings = self.core, self.holdings
+        assert core is not None
+        assert holdings is not None
+        for use in holdings.uses:
+            holders = holdings.holders_of(use.parameter)
+            if len(holders) > 1 and use.parameter.requires_grad:
+                core.parameter_owners[use.parameter] = holders[0]
+                core.written.add(use.parameter)
+        # The core sums their gradients.
+        holdings.shared = SharedParameters([])
+
+    def _note_begin(self) -> None:
+        Pipeline._note_begin(self)
+
+    @property
+    def _runner(self) -> AsynchronousValuePipeline:
+        return self
+
+    # --- minibatches ---
+
+    def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
+        """See :class:`AsynchronousPipeline`."""
+        self._note_begin()
+        if self._minibatches is None:
+            # Later batches are compared by :meth:`before_minibatch`.
+            self.meets()
+            self._check_batch(given.batch, given.batch_idx)
+        ((part, size),) = split(given.batch, 1)
+        self.planning.note_samples(size)
+        key = self._key("train", given.step_number, 0)
+        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._optimizers = given.optimizers
+        core, holdings, outside = self.core, self.holdings, running()
+        assert core is not None
+        assert holdings is not None
+        assert isinstance(outside, Microbatch)
+        minibatches = self._minibatches or self._make_minibatches(holdings)
+        losses = self._reporting.losses([size], given.loss_scale, 1, self.replicas.gather)
+        losses.counts_all = True
+        core.note(outside)
+        core.begin(0 if minibatches.are_over else self.channels.num_stages - 1)
+        minibatch = self._minibatch(
+            given,
+            Step(
+                function=given.step,
+                microbatches=[Slice(part, size, None, range(0), key)],
+                shared=holdings.shared,
+                losses=losses,
+                first=minibatches.next,
+            ),
+            tag,
+        )
+        self._under_way[minibatches.next] = _UnderWay(given, minibatch.step, core.num_steps)
+        if minibatches.turn_has_backward:
+            self._make_place_for_gradients(minibatches.oldest or minibatch)
+        finished = minibatches.begin(minibatch)
+        self._begin_outside()
+        self._num_microbatches_done += 1
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
+        return [] if finished is None else [self._finish(finished)]
+
+    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
+        """Runs a stage's turn: see :class:`Minibatches`."""
+        assert self._minibatches is not None
+        todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        self._flight.todo.extend(todo)
+        sums = [self._sums_armed_by(one) for one in todo if one.kind is Kind.BACKWARD]
+        number = self._under_way[max(self._under_way)].given.step_number
+        versions = self._versions = self._minibatches.versions
+        try:
+            with self._running_steps():
+                seed = stream_seed("train", number)
+                self._engine.go_on(
+                    self._flight, seed, self._begin_step_of, sums[0] if sums else None
+                )
+        except RuntimeError as error:
+            raise versions.explained(error) or error from error
+        finally:
+            self._versions = None
+
+    def _sums_armed_by(self, action: Action) -> Callable[[], object] | None:
+        """What begins the sums over the virtual machines before a backward."""
+        accumulation = self._under_way[action.microbatch].given.accumulation
+        sums = self._sums(accumulation)
+        return sums.arm if sums is not None and not accumulation.has_begun else None
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
+        versions = self._versions
+        with super()._around(action):
+            if versions is None:
+                yield
+                return
+            versions.begin_action(0, action)
+            try:
+                yield
+            finally:
+                versions.end_action(action)
+
+    def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
+        """The microbatch of a minibatch."""
+        one, core = self._under_way[number], self.core
+        given, (part,) = one.given, one.step.microbatches
+        assert core is not None
+
+        def body(microbatch: SuspendableMicrobatch) -> None:
+            result, logs = self._logged(given.step, part.batch, 0)
+            losses = one.step.losses
+            losses.add(result, logs, self.channels.device)
+            (outcome,) = losses.outcomes
+            if not given.wants_result:
+                outcome.result = None
+            one.results = Structure((losses.outcomes, list(map(last_value, self._metrics))))
+            self._tell_results(one)
+            loss = outcome.loss
+            if loss is not None and loss.requires_grad:
+                microbatch.root = self._weighed(loss, losses, 0, given)
+            else:
+                # No backward follows, and so no gradient comes.
+                microbatch.first_gradient = None
+
+        seed, live = stream_seed("train", given.step_number), self._flight.live
+        microbatch = one.microbatch = SuspendableMicrobatch(
+            core, one.run, seed, 0, body, outside, None, live, number
+        )
+        microbatch.has_later_backward = True
+        return microbatch
+
+    def _tell_results(self, one: _UnderWay) -> None:
+        """Sends the last stage those results that others have."""
+        last, leaves = self.channels.num_stages - 1, one.results.leaves
+        sources = {leaf.key.source for leaf in leaves if isinstance(leaf, Kept)}
+        for source in sorted(sources - {last}):
+            places = [
+                at
+                for at, leaf in enumerate(leaves)
+                if isinstance(leaf, Kept) and leaf.key.source == source
+            ]
+            mine = to_host([leaves[at].tensor for at in places])
+            take = one.microbatch.tell_later(mine, source, last, "the results of the step")
+            one.awaited.append((places, take))
+
+    # --- the report ---
+
+    def _own_report(self, minibatch: Minibatch) -> Report:
+        one = self._under_way[minibatch.step.first]
+        leaves = list(one.results.leaves)
+        for places, take in one.awaited:
+            for at, tensor in zip(places, take(), strict=True):
+                leaves[at] = tensor
+        outcomes, metrics = to_host(
+            one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
+        )
+        more = {_METRICS: metrics, _DIGEST: one.results.digest(with_numbers=False)}
+        return self._reporting.report(
+            minibatch.step.losses, outcomes, [more], minibatch.is_last_batch
+        )
+
+    def _report_along(self, minibatch: Minibatch) -> Report:
+        report = super()._report_along(minibatch)
+        results = self._under_way[minibatch.step.first].results
+        if report.changes[0][_DIGEST] != results.digest(with_numbers=False):
+            raise LayerError(
+                "The ranks have logged, returned, or put into a metric, different values in a step."
+                " With an asynchronous schedule do this on every rank (without `if"
+                f" trainer.is_global_zero`). {ADVICE}"
+            )
+        return report
+
+    def take_metrics(self, report: Report) -> None:
+        """Gives this stage's metrics the values that a minibatch has given them."""
+        values = to_device(report.changes[0][_METRICS], self.channels.device)
+        for metric, value in zip(self._metrics, values, strict=True):
+            set_last_value(metric, value)
+
+    def _finish(self, minibatch: Minibatch) -> Finished:
+        found, core = super()._finish(minibatch), self.core
+        assert core is not None
+        one = self._under_way.pop(minibatch.step.first)
+        core.mailbox.finish(one.run)
+        self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
+        one.microbatch.release()
+        return found
+
+    def _end_drain(self) -> None:
+        assert self.core is not None
+        self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
+        self._gathered(*self._begin_gathering(None))
