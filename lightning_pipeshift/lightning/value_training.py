@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
+from lightning_pipeshift.compat.lightning_private import at_position, position_of
+from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining, Call
+from lightning_pipeshift.lightning.optimizers import with_options
 from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.liveness.stalls import purpose
@@ -99,10 +105,58 @@ class ValueTraining(TrainingSteps):
         self._pipeline.settle_values()
 
 
+# User code between the calls of two steps, which may look at what steps have left.
+_HOOKS_BETWEEN = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_METHODS_BETWEEN = (
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "transfer_batch_to_device",
+)
+
+
 class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
     """:class:`AsynchronousTraining` on values."""
 
     _pipeline: AsynchronousValuePipeline
+
+    def begin(self) -> None:
+        """See :class:`AsynchronousTraining`."""
+        super().begin()
+        module = self._trainer.lightning_module
+        is_seen = any(is_hook_used(self._trainer, hook) for hook in _HOOKS_BETWEEN)
+        is_seen |= any(is_overridden(method, module) for method in _METHODS_BETWEEN)
+        self._pipeline.leaves_tails = not is_seen
+        self._pipeline.in_call = self._in_call
+
+    def _call(self) -> Call:
+        leaves = self._pipeline.leaves_tails
+        return replace(super()._call(), position=position_of(self._trainer) if leaves else ())
+
+    @contextmanager
+    def _in_call(self, call: Call | None) -> Iterator[None]:
+        """Context of a part of a step: the loop, and the optimizer's options, are those of its
+        call.
+        """
+        if call is None:
+            has_stopped = self._trainer.should_stop
+            with self._context():
+                yield
+            # If a step has asked for it, its report says so.
+            self._trainer.should_stop = has_stopped
+            return
+        options = with_options(self._trainer.optimizers[0], call.options)
+        with at_position(self._trainer, call.position), options:
+            yield
 
     def adjust(self, adjustments: Adjustments) -> None:
         """See :class:`AsynchronousTraining`."""

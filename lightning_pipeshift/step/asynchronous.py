@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,13 @@ class _UnderWay:
         given: the batch.
         step: its losses.
         run: the number of its run in the core.
+        tag: what belongs to it for the caller.
     """
 
     given: TrainingBatch
     step: Step
     run: int
+    tag: Any
     microbatch: SuspendableMicrobatch = field(init=False)
     results: Structure = field(init=False)
     """What the step has returned and logged, with the values of metrics."""
@@ -70,6 +72,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         self._flight = Flight()
         self._under_way: dict[int, _UnderWay] = {}
         """By the minibatch's number."""
+        self.leaves_tails = False
+        """Whether the part of a step behind a read may run in a later call. Not where code of the
+        user's runs between the calls, which has to find what each step has done."""
+        self.in_call: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        """Context of a part of a step in a later call, given the tag of its minibatch; ``None`` for
+        steps in no call."""
+        self._begins: _UnderWay | None = None
+        """The minibatch whose call this is."""
         self._versions: WeightVersions | None = None
         """While minibatches run."""
         # Of the steps since the pipeline was empty. All stages add it to their program's digest at
@@ -91,6 +101,13 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     def _note_begin(self) -> None:
         Pipeline._note_begin(self)
+
+    def meets(self) -> None:
+        """See :class:`Pipeline`. Other stages may wait for what a suspended step does."""
+        if self._flight.live and self._versions is None:
+            with self.in_call(None):
+                self._go_on(leaves_some=False)
+        super().meets()
 
     @property
     def _runner(self) -> AsynchronousValuePipeline:
@@ -130,10 +147,13 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             ),
             tag,
         )
-        self._under_way[minibatches.next] = _UnderWay(given, minibatch.step, core.num_steps)
+        self._begins = self._under_way[minibatches.next] = _UnderWay(
+            given, minibatch.step, core.num_steps, tag
+        )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
         finished = minibatches.begin(minibatch)
+        self._begins = None
         self._begin_outside()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
@@ -144,17 +164,28 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         assert self._minibatches is not None
         todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
         self._flight.todo.extend(todo)
-        sums = [self._sums_armed_by(one) for one in todo if one.kind is Kind.BACKWARD]
-        number = self._under_way[max(self._under_way)].given.step_number
+        self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
+
+    def _go_on(self, leaves_some: bool) -> None:
+        """Runs what is to be run, and the steps that have begun."""
+        assert self._minibatches is not None
+        flight, tails = self._flight, self._tails
+        backward = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
+        arm = None if backward is None else self._sums_armed_by(backward)
+        newest = self._under_way[max(self._under_way)]
+        seed = stream_seed("train", newest.given.step_number)
         versions = self._versions = self._minibatches.versions
+        watching = nullcontext() if tails is None else tails.watching(bool(flight.live))
         try:
-            with self._running_steps():
-                seed = stream_seed("train", number)
-                self._engine.go_on(
-                    self._flight, seed, self._begin_step_of, sums[0] if sums else None
-                )
-        except RuntimeError as error:
-            raise versions.explained(error) or error from error
+            with self._running_steps(), watching:
+                self._engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
+        except BaseException as error:
+            # What is suspended must not go on.
+            self._flight = Flight()
+            found = versions.explained(error) if isinstance(error, RuntimeError) else None
+            if found is None:
+                raise
+            raise found from error
         finally:
             self._versions = None
 
@@ -167,10 +198,13 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
         versions = self._versions
-        with super()._around(action):
-            if versions is None:
+        if versions is None:
+            with super()._around(action):
                 yield
-                return
+            return
+        one = self._under_way[action.microbatch]
+        is_later = action.kind is Kind.FORWARD and one is not self._begins
+        with self.in_call(one.tag) if is_later else nullcontext(), super()._around(action):
             versions.begin_action(0, action)
             try:
                 yield
@@ -185,6 +219,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
         def body(microbatch: SuspendableMicrobatch) -> None:
             result, logs = self._logged(given.step, part.batch, 0)
+            if microbatch.is_ahead():
+                microbatch.stall("")
             losses = one.step.losses
             losses.add(result, logs, self.channels.device)
             (outcome,) = losses.outcomes
@@ -201,7 +237,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
         microbatch = one.microbatch = SuspendableMicrobatch(
-            core, one.run, seed, 0, body, outside, None, live, number
+            core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
         return microbatch

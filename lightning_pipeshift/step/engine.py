@@ -288,6 +288,7 @@ class Engine:
         begin: Callable[[int, ThreadState], SuspendableMicrobatch],
         before_last_backward: Callable[[], object] | None,
         tails: Tails | None = None,
+        leaves_some: bool = False,
     ) -> None:
         """Runs the actions that are to be run, and ends the steps that have begun.
 
@@ -298,6 +299,7 @@ class Engine:
                 while no step runs.
             before_last_backward: as for :meth:`run`.
             tails: watches the steps.
+            leaves_some: whether steps that later ones may pass may be suspended at the end.
         """
         core, todo, live = self._core, flight.todo, flight.live
         self._before_last_backward = before_last_backward
@@ -309,6 +311,8 @@ class Engine:
             outside.restore()
             while todo or live:
                 ready = self._ready(live)
+                if ready is None and not todo and leaves_some and self._may_begin(live):
+                    break
                 if ready is not None:
                     self.num_suspended += 1
                     self._advance(ready, flight, tails)

@@ -130,9 +130,13 @@ class Tails:
         return self._num_watched < self._num_to_watch
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context of a run of microbatches."""
-        if not self._has_read or self.reason:
+    def watching(self, some_wait: bool = False) -> Iterator[None]:
+        """Context of a run of microbatches.
+
+        Args:
+            some_wait: whether steps of runs before are suspended.
+        """
+        if not (self._has_read or some_wait) or self.reason:
             # What reads nothing has no tails. A run that reads is watched from the next one on.
             self._has_read = False
             yield
