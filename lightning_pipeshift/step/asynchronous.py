@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, some_of
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
@@ -29,7 +29,7 @@ from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import running
+from lightning_pipeshift.values.value import running, versions_in
 
 # Under which a report has the values of metrics, and a digest of what the step has logged.
 _METRICS, _DIGEST = ("", "metrics"), ("", "digest")
@@ -206,10 +206,26 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         is_later = action.kind is Kind.FORWARD and one is not self._begins
         with self.in_call(one.tag) if is_later else nullcontext(), super()._around(action):
             versions.begin_action(0, action)
+            before = self._writes_to_weights()
             try:
                 yield
+                if action.kind is Kind.FORWARD and (now := self._writes_to_weights()) != before:
+                    changed = [name for name, writes in now.items() if writes != before[name]]
+                    raise LayerError(
+                        f"The step writes to {some_of(list(map(repr, changed)))}, which is trained."
+                        " With an asynchronous schedule earlier minibatches in flight need its old"
+                        " values, and updates of them follow. Write to it in the `step` of a"
+                        ' subclass of your optimizer, or pass `schedule="1f1b"`.'
+                    )
             finally:
                 versions.end_action(action)
+
+    def _writes_to_weights(self) -> dict[str, int]:
+        """How often each trained parameter of this stage has been written to."""
+        assert self.holdings is not None
+        held = [use for use in self.holdings.held if use.parameter.requires_grad]
+        writes = versions_in(use.parameter for use in held)
+        return {use.name: count for use, count in zip(held, writes, strict=True)}
 
     def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
         """The microbatch of a minibatch."""
@@ -293,7 +309,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         found, core = super()._finish(minibatch), self.core
         assert core is not None
         one = self._under_way.pop(minibatch.step.first)
-        core.mailbox.finish(one.run)
+        # What a stage sends it does not change before the backward, when the others have got it.
+        core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
         self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
         one.microbatch.release()
         return found
