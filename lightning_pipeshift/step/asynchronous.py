@@ -175,19 +175,24 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         newest = self._under_way[max(self._under_way)]
         seed = stream_seed("train", newest.given.step_number)
         versions = self._versions = self._minibatches.versions
-        watching = nullcontext() if tails is None else tails.watching(bool(flight.live))
+        watching = nullcontext() if tails is None else tails.watching(bool(flight.live), stays=True)
         try:
             with self._running_steps(), watching:
                 self._engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
         except BaseException as error:
             # What is suspended must not go on.
             self._flight = Flight()
+            self._leave_tails()
             found = versions.explained(error) if isinstance(error, RuntimeError) else None
             if found is None:
                 raise
             raise found from error
         finally:
             self._versions = None
+
+    def _leave_tails(self) -> None:
+        if self._tails is not None:
+            self._tails.leave()
 
     def _sums_armed_by(self, action: Action) -> Callable[[], object] | None:
         """What begins the sums over the virtual machines before a backward."""
@@ -317,5 +322,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     def _end_drain(self) -> None:
         assert self.core is not None
+        self._leave_tails()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
         self._gathered(*self._begin_gathering(None))
