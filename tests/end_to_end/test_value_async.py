@@ -41,7 +41,8 @@ CASES = {
         Case([4, 2], num_batches=11),
         Case([2, 4], "async", 3, optimizer="adam", validates=5, num_batches=11),
         Case([3, 3], "async-2bw", 2, optimizer="adam", validates=4, num_batches=11),
-        Case([3, 3], "async", 2, optimizer="clipped", num_batches=11, shares=True),
+        Case([3, 3], "async", 2, optimizer="adam", num_batches=11, shares=True),
+        Case([3, 3], "async", 3, optimizer="clipped", num_batches=11),
     ],
     3: [
         Case([1, 3, 2], optimizer="adam", validates=5, num_batches=11),
