@@ -15,7 +15,6 @@ ON_VALUES = os.environ.get("PIPESHIFT_CORE") == "values"
 """Whether tests run on it that do not name their core."""
 
 KINDS = {
-    "asynchronous": "asynchronous schedules: other errors, and bits that depend on the split",
     "migration": "layers that change their owners while training runs",
     "memory": "MemoryCompression, and memory plans",
     "recomputation": "plans that recompute layers",
@@ -272,10 +271,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
-    "asynchronous": {
-        "examples": ("the_asynchronous_example_trains_with_both_schedules",),
-        "pages": ("what_a_page_shows_runs[docs/asynchronous.md]",),
-    },
     "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
     "layers": {
         "examples": (
