@@ -127,12 +127,12 @@ RUNS = (
     ),
     Run(
         "slow_hosts",
-        "slow_hosts --only stop --jobs 4 --layers 0.004 0.001 0.01",
+        "slow_hosts --only stop --jobs 4",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run(
         "slow_hosts_quota",
-        "slow_hosts --only quota --pauses 0.1 --stopped 0.5",
+        "slow_hosts --only quota",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run(

@@ -29,7 +29,6 @@ _LANES_CHANGED = "the lanes, and what listens to a step, have changed since"
 
 _BESIDE = "another core has been added beside the code that it measures"
 OLD: dict[str, str] = {
-    "slow_hosts": "how pauses count, and when a slow rank is probed, have changed since",
     **dict.fromkeys(
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,
@@ -552,7 +551,7 @@ def slow_hosts(results: Values) -> Rows:
                     names[kind],
                     *numbers,
                     "; ".join(f"{one}, {other}" for one, other in found["counts"]),
-                    f"{{{where} / steps_until_moved d}}",
+                    f"{{{where} / steps_until_moved d}}" if any(found["changes"]) else "never",
                     f"{{{where} / of_the_optimum .2f}}",
                     f"{{{where} / after_over_before .2f}}",
                     f"{{{where} / moves_during d}}, {{{where} / moves_after d}}",

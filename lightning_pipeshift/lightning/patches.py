@@ -64,10 +64,15 @@ def _log_if_here(
     log(name, value, *args, **options)
 
 
-def _log_tensors(
-    log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
+def _log_values(
+    log: Callable[..., None],
+    read: Callable[[Value], Any],
+    name: str,
+    value: Any,
+    *rest: Any,
+    **options: Any,
 ) -> None:
-    log(name, apply_to_collection(value, Value, lambda x: x.account.tensor), *rest, **options)
+    log(name, apply_to_collection(value, Value, read), *rest, **options)
 
 
 class Adjustments:
@@ -135,9 +140,9 @@ class Adjustments:
         """
         self._set(module, "log", partial(_log_if_here, module.log))
 
-    def log_tensors(self, module: pl.LightningModule) -> None:
-        """Logs this stage's tensors in the place of values."""
-        self._set(module, "log", partial(_log_tensors, module.log))
+    def log_values(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:
+        """Logs what ``read`` returns in the place of values."""
+        self._set(module, "log", partial(_log_values, module.log, read))
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

@@ -382,13 +382,15 @@ class TrainingSteps:
 
     def gradient_hooks(self) -> AbstractContextManager[None]:
         """Context of user code that may read gradients."""
-        trainer = self._trainer
-        if not any(
-            is_hook_used(trainer, hook)
-            for hook in ("on_after_backward", "on_before_optimizer_step")
-        ) and not is_overridden("configure_gradient_clipping", trainer.lightning_module):
-            return nullcontext()
-        return self.holdings.stand_ins()
+        return self.holdings.stand_ins() if self._are_gradients_used else nullcontext()
+
+    @property
+    def _are_gradients_used(self) -> bool:
+        """Whether user code may read gradients between a backward and the optimizer's step."""
+        trainer, hooks = self._trainer, ("on_after_backward", "on_before_optimizer_step")
+        return any(is_hook_used(trainer, hook) for hook in hooks) or is_overridden(
+            "configure_gradient_clipping", trainer.lightning_module
+        )
 
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """The norm of each parameter's gradient, over all stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
 from lightning_pipeshift.step.pipeline import ValuePipeline
-from lightning_pipeshift.values.microbatch import Microbatch
-from lightning_pipeshift.values.value import run_by, running
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.value import Value, run_by, running
 
 
 class ValueTraining(TrainingSteps):
@@ -85,6 +85,25 @@ class ValueTraining(TrainingSteps):
         finally:
             program.gradients = None
 
+    @contextmanager
+    def gradient_hooks(self) -> Iterator[None]:
+        """Context of user code that may read and change gradients: as values, like in a step."""
+        core, program = self._pipeline.core, running()
+        is_alone = self._pipeline.channels.num_stages == 1
+        if is_alone or core is None or not self._are_gradients_used or not self._is_automatic:
+            with super().gradient_hooks():
+                yield
+            return
+        assert isinstance(program, Microbatch)
+        program.gradients, program.sets_gradients = None, False
+        with core.seeing_parameters():
+            yield
+        if program.sets_gradients or any(map(_is_written, (program.gradients or {}).values())):
+            # Only the first stage that holds a tied parameter has changed its gradient.
+            with run_by(None):
+                self.holdings.pass_shared_around()
+        program.gradients = None
+
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """See :class:`TrainingSteps`."""
         with run_by(None):
@@ -95,9 +114,12 @@ class ValueTraining(TrainingSteps):
         rank.
         """
         settle = self._pipeline.settle_values
-        if self._pipeline.is_by_itself:
-            adjustments.log_tensors(self._trainer.lightning_module)
+        self._log_values(adjustments)
         adjustments.drain_before_validation(self._trainer, lambda: None, settle)
+
+    def _log_values(self, adjustments: Adjustments) -> None:
+        is_alone = self._pipeline.is_by_itself
+        adjustments.log_values(self._trainer.lightning_module, _tensor_of if is_alone else _read)
 
     @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
@@ -160,8 +182,7 @@ class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
 
     def adjust(self, adjustments: Adjustments) -> None:
         """See :class:`AsynchronousTraining`."""
-        if self._pipeline.is_by_itself:
-            adjustments.log_tensors(self._trainer.lightning_module)
+        self._log_values(adjustments)
         adjustments.log_steps_by(self._trainer, self._log_others)
         TrainingSteps.adjust(self, adjustments)
 
@@ -170,7 +191,26 @@ class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
         super().drain(is_resumable)
         self._pipeline.settle_values()
 
+    def gradient_hooks(self) -> AbstractContextManager[None]:
+        """See :class:`TrainingSteps`: of this stage's own layers."""
+        return TrainingSteps.gradient_hooks(self)
+
     def _update(self, one: Finished) -> None:
         # A hook around the update finds tensors of this stage: the others are at other updates.
         with run_by(None):
             super()._update(one)
+
+
+def _is_written(gradient: Tensor | None) -> bool:
+    return isinstance(gradient, Value) and gradient.account.memory.num_writes > 0
+
+
+def _tensor_of(value: Value) -> Tensor | None:
+    return value.account.tensor
+
+
+def _read(value: Value) -> Any:
+    """A value that is logged in a step is gathered at the step's end; outside, it is read."""
+    program = running()
+    is_outside = isinstance(program, Microbatch) and program.turn == OUTSIDE
+    return value.item() if is_outside else value

@@ -77,6 +77,8 @@ class Microbatch(Calls):
         self.gradients: dict[Tensor, Tensor | None] | None = None
         """Those of all parameters, as values; ``None`` if they may have changed since they were
         asked for. What changes them by other means than operations has to set it to ``None``."""
+        self.sets_gradients = False
+        """Whether user code has replaced a gradient."""
         self._recomputes = False
 
     def release(self) -> None:

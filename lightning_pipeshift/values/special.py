@@ -67,6 +67,7 @@ def _gradient(microbatch: Microbatch, tensor: Tensor) -> Tensor | None:
 
 def _set_gradient(microbatch: Microbatch, tensor: Tensor, gradient: Tensor | None = None) -> None:
     _require_own_backward(microbatch)
+    microbatch.sets_gradients = True
     if isinstance(tensor, StepParameter):
         microbatch.core.place_parameters([tensor], ())
     account, plain = microbatch.account_of(tensor), gradient

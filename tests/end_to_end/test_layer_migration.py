@@ -78,6 +78,7 @@ def train(
         "counts": seen.counts,
         "parameters": parameters_of(module),
         "decisions": trainer.strategy.decisions,  # type: ignore[attr-defined]
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
 
 
@@ -161,12 +162,16 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
     assert first["counts"][-1][0] >= 6
     for one, other in zip((first, second), stays, strict=True):
         assert not differences(one["parameters"], other["parameters"], 0, 0)
-    # The loggers, the log, and the file for `pipeshift report` have the same figures.
+    # Loggers, callback metrics, the log, and the file for `pipeshift report` have the same figures.
     known = first["outcomes"]
     for name in ("before_seconds", "expected_seconds", "after_seconds"):
         logged = [row[f"pipeshift/{name}"] for row in first["logged"]]
         found = [getattr(change, name) for change in known]
         assert list(filter(None, logged)) == list(filter(None, found))
+        # Callback metrics are 32-bit floats, and have the latest figure.
+        *_, latest = filter(None, found)
+        for rank in (first, second):
+            assert rank["metrics"][f"pipeshift/{name}"] == pytest.approx(latest, rel=1e-6)
     moves = [step for step, (a, b) in enumerate(pairwise(first["counts"]), 1) if a != b]
     assert [change.step for change in known] == moves
     change = known[0]

@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -259,6 +260,30 @@ class Leaves(Base):
         self.noted += [(x.is_leaf, x.grad_fn is None, x.requires_grad) for x in tensors]
 
 
+class LooksAtGradients(Base):
+    """Reads, logs and changes gradients of all stages in hooks between the steps."""
+
+    split = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+    def on_after_backward(self) -> None:
+        named = dict(self.named_parameters())
+        named["embedding.weight"].grad.mul_(0.5)  # type: ignore[union-attr]
+        named["head.bias"].grad = named["head.bias"].grad + 0.01  # type: ignore[assignment, operator]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = {name: float(x) for name, x in grad_norm(self, 2).items()}
+        self.noted.append(sorted(norms.items()))
+        self.log_dict({name: p.grad.abs().max() for name, p in self.named_parameters()})  # type: ignore[union-attr]
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.noted.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1, foreach=False)))
+        nn.utils.clip_grad_value_(self.parameters(), 0.01, foreach=False)
+
+
 class Lora(nn.Module):
     """A linear layer that is frozen, and a trained product of two small matrices."""
 
@@ -351,6 +376,7 @@ CASES = {
     "hooks on parameters": Case(HooksOnParameters),
     "gradients of values": Case(Retains, split=False),
     "leaves": Case(Leaves),
+    "looks at gradients": Case(LooksAtGradients, 2, {"gradient_clip_val": 1.0}, split=False),
     "LoRA": Case(Adapted, 2),
     "accumulates by a schedule": Case(
         Base, 1, {"max_epochs": 3}, lambda n: [GradientAccumulationScheduler({0: n, 1: 2 * n})]

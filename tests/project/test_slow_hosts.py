@@ -13,23 +13,15 @@ from benchmarks.slow_hosts import LAYERS, PAUSES, STOPPED, cases_of
 
 # By case and goal, the figures that miss it. Take out what holds by a new result.
 MISSED = {
-    ("stop 5 ms 25%, layers of 4 ms", "after_over_before"): 1.10,
-    ("stop 50 ms 25%, layers of 4 ms", "after_over_before"): 1.10,
-    ("stop 50 ms 75%, layers of 4 ms", "after_over_before"): 1.07,
-    ("stop 100 ms 25%, layers of 4 ms", "after_over_before"): 1.16,
-    ("stop 100 ms 50%, layers of 10 ms", "after_over_before"): 1.18,
-    ("stop 500 ms 75%, layers of 4 ms", "of_the_optimum"): 0.896,
-    ("stop 500 ms 75%, layers of 4 ms", "after_over_before"): 1.42,
-}
-
-# Cases of the benchmark that no committed result has.
-NOT_MEASURED = {
-    "stop 100 ms 50%, layers of 50 ms",
-    "quota 10 ms 25%, layers of 2 ms",
-    "quota 10 ms 50%, layers of 2 ms",
-    "quota 10 ms 75%, layers of 2 ms",
-    "quota 100 ms 25%, layers of 2 ms",
-    "quota 100 ms 75%, layers of 2 ms",
+    ("stop 5 ms 75%, layers of 4 ms", "of_the_optimum"): 0.845,
+    ("stop 50 ms 25%, layers of 4 ms", "after_over_before"): 1.07,
+    ("stop 500 ms 25%, layers of 4 ms", "after_over_before"): 1.10,
+    ("stop 100 ms 75%, layers of 4 ms", "after_over_before"): 1.07,
+    ("stop 100 ms 50%, layers of 1 ms", "after_over_before"): 1.07,
+    ("stop 500 ms 50%, layers of 4 ms", "after_over_before"): 1.06,
+    ("stop 500 ms 75%, layers of 4 ms", "of_the_optimum"): 0.897,
+    ("stop 500 ms 75%, layers of 4 ms", "after_over_before"): 1.08,
+    ("quota 100 ms 75%, layers of 2 ms", "of_the_optimum"): 0.884,
 }
 LOADED = "loaded 0 ms 0%, layers of 4 ms"
 
@@ -59,11 +51,10 @@ def test_what_misses_the_goals_is_listed_with_its_figure() -> None:
     assert figures == pytest.approx(MISSED, abs=0.005)
 
 
-def test_every_case_is_measured_or_listed() -> None:
+def test_every_case_is_measured() -> None:
     options = SimpleNamespace(layers=LAYERS, pauses=PAUSES, stopped=STOPPED, only=None)
     cases = {str(case) for case in cases_of(options)}
-    assert cases - measured().keys() == {*NOT_MEASURED, LOADED}
-    assert not measured().keys() - cases
+    assert cases - {LOADED} == measured().keys()
 
 
 def test_nothing_has_moved_without_a_cause() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -109,7 +110,7 @@ class LayerMigration(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Logs changes of the plan: ``pipeshift/before_seconds`` and ``expected_seconds``, and
-        ``after_seconds`` once it has been measured.
+        ``after_seconds`` once it has been measured. They are callback metrics, too.
         """
         strategy = strategy_of(trainer, _PURPOSE)
         strategy.steps_left = _steps_left(trainer)
@@ -121,6 +122,9 @@ class LayerMigration(Callback):
                 for name, value in change.items()
                 if isinstance(value, float) and name not in known
             }
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value) for name, value in figures.items()}
+            )
             for logger in trainer.loggers if figures else ():
                 logger.log_metrics(figures, step=step_of_loggers(trainer))
         self._logged = found

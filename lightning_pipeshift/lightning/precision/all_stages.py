@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import scale_device, scaler_device, scaler_state
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.values.value import run_by
 
 # A function of the optimizer's parameters and the kind of norm: returns the norm of each parameter
 # of the model, over all stages.
@@ -45,6 +46,10 @@ class _OverStages(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by the norm over the parameters of all stages, each counted once."""
+        with run_by(None):
+            self._clip_by_norm(optimizer, clip_val)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters: list[Tensor] = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
         norms = self.gradient_norms(parameters, 2.0)
         total = torch.linalg.vector_norm(norms.float(), 2.0)
@@ -55,10 +60,11 @@ class _OverStages(Precision):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips this stage's gradients. It may have none, for which torch raises an error."""
-        held = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
-        held = [p for p in held if p.grad is not None and not p.grad.is_meta]
-        if held:
-            torch.nn.utils.clip_grad_value_(held, clip_val)
+        with run_by(None):
+            held = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
+            held = [p for p in held if p.grad is not None and not p.grad.is_meta]
+            if held:
+                torch.nn.utils.clip_grad_value_(held, clip_val)
 
 
 class _ScalerOverStages(torch.amp.GradScaler):

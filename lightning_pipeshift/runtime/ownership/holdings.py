@@ -562,7 +562,7 @@ class Holdings:
         if sum_over_replicas is not None:
             late.update(map(id, sum_over_replicas()))
         if shares:
-            self._pass_shared_around()
+            self.pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient = use.parameter.grad
@@ -771,7 +771,7 @@ class Holdings:
         holders = self.holders_of(parameter)
         return holders if self.stage in holders else [self.stage]
 
-    def _pass_shared_around(self) -> None:
+    def pass_shared_around(self) -> None:
         """Sends the first holder's gradient of a shared parameter to every holder."""
         for use in self.shared.uses:
             if not use.parameter.requires_grad:

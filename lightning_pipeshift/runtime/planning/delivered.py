@@ -28,6 +28,9 @@ _PROBED_AFTER: Final = 4
 _PROBED_PART: Final = 0.05
 """The part of the time that probes may take."""
 
+_SURE: Final = 0.05
+"""A probe has found a rank slow when its standard error is below this part of its mean."""
+
 _LEAST_SECONDS: Final = 0.3
 _MOST_SECONDS: Final = 3.0
 """A probe takes between so many seconds: three periods of a container's quota at least, and some
@@ -118,15 +121,25 @@ class ProbeTimes:
         # How long a probe may take by now.
         self._most = 0.0
 
-    def more(self, seconds: float) -> float:
-        """How much longer a probe takes that has found the rank fast so far: rare pauses have to
-        have the time to show. The next one waits accordingly.
+    def lasts(self, slices: Sequence[float], seconds: float, limit: float) -> float:
+        """How much longer a probe takes: until it has surely found the rank slow, and if it finds
+        it fast, as long as a probe may take: rare pauses have to have the time to show. What it
+        takes of the time for probes, the next one waits for.
 
         Args:
-            seconds: how long it has taken.
+            slices: seconds of each slice so far.
+            seconds: what :meth:`seconds` allowed it.
+            limit: the mean seconds of a slice from which on the rank is slow.
         """
-        self._most = seconds - _MOST_SECONDS
-        return _MOST_SECONDS - seconds
+        taken = sum(slices)
+        self._most = seconds - taken
+        if not slices:
+            return _LEAST_SECONDS
+        found = recent(slices, len(slices))
+        if found.mean - 2 * found.error > limit and found.error < _SURE * found.mean:
+            return 0.0
+        most = seconds if fmean(slices) > limit else _MOST_SECONDS
+        return max(0.0, min(taken, most - taken))
 
     def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
         """How long to probe now; 0 if it is not time to. Called once in each window of steps.

@@ -536,10 +536,10 @@ class Replanning:
         is_slow = bool(before) and before < _SLOWER * now
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
-            slices = time_slices(self._device, seconds)
+            slices: list[float] = []
             limit = _SLOWER * self._slice_seconds
-            if fmean(slices) <= limit:
-                slices += time_slices(self._device, self._probe_times.more(seconds))
+            while more := self._probe_times.lasts(slices, seconds, limit):
+                slices += time_slices(self._device, more)
             # For a rank that counts as slow even one pause is evidence. What other programs add now
             # and then is in the times of all ranks' layers.
             found, mean = recent(slices, len(slices)), fmean(slices)

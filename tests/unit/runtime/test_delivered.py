@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 
@@ -137,15 +137,42 @@ def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
         assert any(found)
 
 
+def slices_of(times: ProbeTimes, seconds: float, some: list[float]) -> list[float]:
+    """What a probe measures that finds these slices again and again; 2 ms is fast."""
+    slices: list[float] = []
+    coming = cycle(some)
+    while more := times.lasts(slices, seconds, limit=0.0022):
+        end = sum(slices) + more
+        while sum(slices) < end:
+            slices.append(next(coming))
+    return slices
+
+
 @pytest.mark.parametrize("window_seconds", [1.0, 10.0, 100.0])
 def test_a_probe_that_goes_on_for_three_seconds_is_made_up_for(window_seconds: float) -> None:
     times, taken = ProbeTimes(), 0.0
     for window in range(1, 201):
         if seconds := times.seconds(True, False, window_seconds):
-            assert seconds + times.more(seconds) == pytest.approx(3.0)
+            assert sum(slices_of(times, seconds, [0.002])) == pytest.approx(3.0, abs=0.01)
             taken += 3.0
             assert taken <= 0.05 * window * window_seconds + 3.0
     assert taken > 3.0
+
+
+def test_a_probe_ends_when_it_is_sure_that_the_rank_is_slow() -> None:
+    """Three seconds are for rare pauses. What they did not take is there for the next probe."""
+    times = ProbeTimes()
+    assert due(times, True, 4, window_seconds=20.0) == [4]
+    seconds = 3.0
+    often = [0.002, 0.007]
+    assert sum(slices_of(times, seconds, often)) == pytest.approx(0.3, abs=0.01)
+    found = [times.seconds(True, False, 0.0) for _ in range(4)]
+    assert found[:3] == [0.0, 0.0, 0.0]
+    assert found[3] == pytest.approx(2.7, abs=0.01)
+
+    # Half a second in each second: only a longer probe says how slow that is.
+    seldom = [0.002] * 125 + [0.502] + [0.002] * 125
+    assert sum(slices_of(times, seconds, seldom)) == pytest.approx(3.0, abs=0.5)
 
 
 def test_a_rank_that_shows_how_slow_it_is_needs_no_probe_until_it_looks_fast() -> None:
