@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -191,9 +191,11 @@ class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
         super().drain(is_resumable)
         self._pipeline.settle_values()
 
-    def gradient_hooks(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def gradient_hooks(self) -> Iterator[None]:
         """See :class:`TrainingSteps`: of this stage's own layers."""
-        return TrainingSteps.gradient_hooks(self)
+        with TrainingSteps.gradient_hooks(self):
+            yield
 
     def _update(self, one: Finished) -> None:
         # A hook around the update finds tensors of this stage: the others are at other updates.
