@@ -15,7 +15,6 @@ ON_VALUES = os.environ.get("PIPESHIFT_CORE") == "values"
 """Whether tests run on it that do not name their core."""
 
 KINDS = {
-    "asynchronous": "the asynchronous schedules",
     "migration": "layers that change their owners in the middle of a step, or with their ranks",
     "memory": "MemoryCompression, and memory plans",
     "recomputation": "plans that recompute layers",
@@ -35,32 +34,25 @@ KINDS = {
 
 # By kind and file; all tests of a file where none is named.
 _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
-    "asynchronous": {
-        "asynchronous": (),
+    "migration": {
+        "asynchronous": (
+            "a_decision_is_announced_when_its_last_part_is_in_force",
+            "a_decision_that_is_refused_is_not_announced",
+            "a_run_resumed_in_an_epoch_ends_with_the_same_bits[async-2bw]",
+            "an_average_at_the_end_of_epochs_is_that_of_the_reference",
+            "layers_leave_a_slow_stage_by_measured_times[partition1-True]",
+            "layers_of_several_virtual_machines_move",
+            "nobody_waits_for_others_to_hear_of_a_decision",
+            "over_slow_links_layers_move_in_parts",
+            "shared_parameters_are_as_old_as_on_their_first_stage",
+            "the_best_move_that_keeps_shared_weights_where_they_are[partition1-True]",
+            "the_bits_of_the_reference",
+            "the_old_owner_frees_what_has_moved_and_a_move_too_late_is_said",
+            "two_versions_of_the_weights_have_the_same_bits_on_every_split",
+            "what_is_asked_for_meanwhile_replaces_the_parts_that_have_not_begun",
+        ),
         "asynchronous_faults": (),
         "asynchronous_interruptions": (),
-        "asynchronous_memory": (),
-        "bad_input": (
-            "a_trained_weight_changes_in_a_step_only_if_no_other_is_in_flight",
-            "what_no_stage_would_train_is_refused_with_any_schedule",
-        ),
-        "branches": (
-            "an_asynchronous_schedule_counts_on_all_stages",
-            "stages_may_follow_a_step_at_different_times[async]",
-            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
-            "what_no_stage_can_know_in_time_is_an_error[how1]",
-            "what_the_last_stage_keeps_is_on_all_stages[async]",
-        ),
-        "shared_memory": ("asynchronous_pipelines_train_the_same_bits_either_way",),
-        "pipeline_timeline": ("all_schedules_are_recorded_and_train_the_same_bits",),
-        "shown": (
-            "a_plan_that_predicted_other_steps_is_told_once[False-async]",
-            "a_plan_that_predicted_other_steps_is_told_once[True-async]",
-        ),
-    },
-    "migration": {
         "changing_plans": (
             "one_step_runs_on_two_owners",
             "random_moves_change_no_bit",
@@ -91,6 +83,23 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "memory": {
+        "asynchronous_memory": (
+            "a_budget_follows_layers_that_move",
+            "a_budget_is_kept_on_every_stage_and_costs_no_bit",
+            "a_budget_that_nothing_can_meet_says_what_would",
+            "a_move_frees_weights_and_optimizer_state_at_the_old_owner",
+            "a_stage_holds_what_the_planner_counts[async-1-num_versions0-planned]",
+            "a_stage_holds_what_the_planner_counts[async-2-num_versions1-planned]",
+            "a_stage_holds_what_the_planner_counts[async-2bw-4-num_versions3-planned]",
+            "a_stage_holds_what_the_planner_counts[async-3-num_versions2-planned]",
+            "gradients_of_tied_weights_on_their_way_are_what_the_planner_counts",
+            "no_policy_changes_a_bit",
+            "one_stage_and_two_virtual_machines",
+            "the_budget_counts_every_version_of_the_weights",
+            "tied_weights_and_a_parameter_of_code_between_layers",
+            "what_code_between_layers_saves_moves_too_once_it_is_measured",
+            "with_little_memory_layers_move_in_parts_or_not_at_all",
+        ),
         "checkpointed_dropout": (),
         "memory_command": (
             "a_plan_that_moves_tensors_is_made_and_run",
@@ -132,6 +141,11 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "step_group": ("a_step_finds_one_replica[how1]",),
     },
     "measured": {
+        "asynchronous": (
+            "layers_leave_a_slow_stage_by_measured_times[auto-False]",
+            "predictions_are_of_measured_steps_and_the_same_on_all_ranks",
+            "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
+        ),
         "changing_plans": ("layers_that_no_step_calls_are_no_work",),
         "slow_links": (),
         "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
@@ -220,12 +234,17 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trace": {
         "bad_input": (
+            "what_no_stage_would_train_is_refused_with_any_schedule[TrainsAStranger]",
             "a_cut_across_which_values_would_travel_back",
             "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
             "layers_inside_one_stage_are_held_to_the_same_rules",
         ),
         "branches": (
             "a_step_is_followed_again_for_another_branch_only",
+            "what_no_stage_can_know_in_time_is_an_error[how1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
+            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
@@ -249,10 +268,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
-    "asynchronous": {
-        "examples": ("the_asynchronous_example_trains_with_both_schedules",),
-        "pages": ("what_a_page_shows_runs[docs/asynchronous.md]",),
-    },
     "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
     "layers": {
         "examples": (

@@ -7,6 +7,7 @@ there first. All were checked with Lightning 2.6.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -151,6 +152,26 @@ def step_of_loggers(trainer: pl.Trainer) -> int:
     differs where there are several optimizers, or accumulated gradients.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def position_of(trainer: pl.Trainer) -> tuple[Any, ...]:
+    """How far the loop of training is now, for :func:`at_position`."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress, loop.automatic_optimization.optim_progress
+    return *copy.deepcopy(progress), loop._batches_that_stepped
+
+
+@contextmanager
+def at_position(trainer: pl.Trainer, position: tuple[Any, ...]) -> Iterator[None]:
+    """Context in which ``Trainer.global_step`` and the like are as they were at a position."""
+    loop = trainer.fit_loop.epoch_loop
+    optimization = loop.automatic_optimization
+    now = loop.batch_progress, optimization.optim_progress, loop._batches_that_stepped
+    loop.batch_progress, optimization.optim_progress, loop._batches_that_stepped = position
+    try:
+        yield
+    finally:
+        loop.batch_progress, optimization.optim_progress, loop._batches_that_stepped = now
 
 
 def evaluation_loop(trainer: pl.Trainer) -> Any:

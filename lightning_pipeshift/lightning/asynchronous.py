@@ -37,18 +37,20 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """The state of Lightning's loop when a minibatch begins.
 
     Args:
         number: counts the minibatches since the pipeline was empty.
         options: of the optimizer.
         step_of_loggers: under which its values are logged.
+        position: of the loop, if a part of the minibatch's step may run in a later call.
     """
 
     number: int
     options: OptimizerOptions
     step_of_loggers: int
+    position: tuple[Any, ...] = ()
 
 
 class AsynchronousTraining(TrainingSteps):
@@ -144,7 +146,7 @@ class AsynchronousTraining(TrainingSteps):
 
     def _pipelined(self, given: TrainingBatch) -> Any:
         trainer, pipeline = self._trainer, self._pipeline
-        call = _Call(self._number, options_of(trainer.optimizers[0]), step_of_loggers(trainer))
+        call = self._call()
         self._number += 1
         ends_update = not given.accumulation.goes_on
         self._check_call(ends_update)
@@ -164,6 +166,10 @@ class AsynchronousTraining(TrainingSteps):
         ):
             result = self._log(self._arrived.popleft())
         return result
+
+    def _call(self) -> Call:
+        trainer = self._trainer
+        return Call(self._number, options_of(trainer.optimizers[0]), step_of_loggers(trainer))
 
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""

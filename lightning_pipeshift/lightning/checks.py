@@ -105,9 +105,16 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
     found = [
         what
         for what, is_found in (
-            (f"schedule={settings.schedule!r}", settings.is_asynchronous),
+            (
+                f"schedule={settings.schedule!r} and manual optimization",
+                settings.is_asynchronous and not is_automatic,
+            ),
             ("MemoryCompression", settings.memory is not None),
             ("recompute='full'", settings.recompute == "full"),
+            (
+                f"schedule={settings.schedule!r} and LayerMigration",
+                settings.is_asynchronous and settings.watch is not None,
+            ),
             ("a run that only measures", settings.only_measures),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",

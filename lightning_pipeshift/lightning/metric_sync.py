@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.values.value import Value
 
 
 class MetricSync:
@@ -57,9 +59,12 @@ def _metrics_of(module: nn.Module) -> Iterator[Metric]:
 
 
 def metrics_to_cpu(module: nn.Module) -> None:
-    """Moves a model's metrics to the CPU."""
+    """Moves a model's metrics to the CPU; not those that a step which failed has left with values
+    of other stages.
+    """
     for metric in _metrics_of(module):
-        metric.cpu()
+        if not any(isinstance(x, Value) for x in leaves_of(metric.metric_state)):
+            metric.cpu()
 
 
 def silence_advice_to_synchronise() -> Callable[[], None]:

@@ -150,6 +150,17 @@ def options_of(optimizer: Optimizer) -> OptimizerOptions:
     ]
 
 
+@contextmanager
+def with_options(optimizer: Optimizer, options: OptimizerOptions) -> Generator[None, None, None]:
+    """Context in which an optimizer has other options."""
+    present = options_of(optimizer)
+    _set_options(optimizer, options)
+    try:
+        yield
+    finally:
+        _set_options(optimizer, present)
+
+
 def step_with(
     trainer: pl.Trainer,
     options: OptimizerOptions,

@@ -23,7 +23,10 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
-from lightning_pipeshift.lightning.value_training import ValueTraining
+from lightning_pipeshift.lightning.value_training import (
+    AsynchronousValueTraining,
+    ValueTraining,
+)
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
@@ -31,6 +34,7 @@ from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousP
 from lightning_pipeshift.runtime.step.control_files import ControlFiles
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.status import status_of
+from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
 from lightning_pipeshift.step.pipeline import ValuePipeline
 
 # Attributes of LightningModule and Metric themselves are not the user's state.
@@ -84,9 +88,12 @@ class Run:
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         kinds: Any = (Pipeline, TrainingSteps)
+        is_asynchronous = settings.is_asynchronous and not is_plain
         if settings.core == "values" and not settings.only_measures:
             kinds = (ValuePipeline, ValueTraining)
-        elif settings.is_asynchronous and not is_plain:
+            if is_asynchronous:
+                kinds = (AsynchronousValuePipeline, AsynchronousValueTraining)
+        elif is_asynchronous:
             kinds = (AsynchronousPipeline, AsynchronousTraining)
         make_pipeline, make_training = kinds
         pipeline: Pipeline = make_pipeline(

@@ -139,8 +139,8 @@ class PipeShiftStrategy(ParallelStrategy):
             the virtual machines, so that the next step's forward begins while other sums are still
             on their way. ``False``: all layers are updated together. The bits are the same.
         core: ``"values"``: every stage runs the whole of a step, and only a layer's owner runs the
-            layer. In work, and for the synchronous schedules only: see ``docs/your_code.md``. By
-            default ``"trace"``: steps are traced before they run.
+            layer. In work: see ``docs/your_code.md``. By default ``"trace"``: steps are traced
+            before they run.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.

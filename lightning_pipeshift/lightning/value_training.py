@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.lightning_private import at_position, position_of
+from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining, Call
+from lightning_pipeshift.lightning.optimizers import with_options
 from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.step.minibatches import Finished
+from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running
@@ -106,14 +114,93 @@ class ValueTraining(TrainingSteps):
         rank.
         """
         settle = self._pipeline.settle_values
+        self._log_values(adjustments)
+        adjustments.drain_before_validation(self._trainer, lambda: None, settle)
+
+    def _log_values(self, adjustments: Adjustments) -> None:
         is_alone = self._pipeline.is_by_itself
         adjustments.log_values(self._trainer.lightning_module, _tensor_of if is_alone else _read)
-        adjustments.drain_before_validation(self._trainer, lambda: None, settle)
 
     @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
         self._pipeline.settle_values()
+
+
+# User code between the calls of two steps, which may look at what steps have left.
+_HOOKS_BETWEEN = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+_METHODS_BETWEEN = (
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "transfer_batch_to_device",
+)
+
+
+class AsynchronousValueTraining(AsynchronousTraining, ValueTraining):
+    """:class:`AsynchronousTraining` on values."""
+
+    _pipeline: AsynchronousValuePipeline
+
+    def begin(self) -> None:
+        """See :class:`AsynchronousTraining`."""
+        super().begin()
+        module = self._trainer.lightning_module
+        is_seen = any(is_hook_used(self._trainer, hook) for hook in _HOOKS_BETWEEN)
+        is_seen |= any(is_overridden(method, module) for method in _METHODS_BETWEEN)
+        self._pipeline.leaves_tails = not is_seen
+        self._pipeline.in_call = self._in_call
+
+    def _call(self) -> Call:
+        leaves = self._pipeline.leaves_tails
+        return replace(super()._call(), position=position_of(self._trainer) if leaves else ())
+
+    @contextmanager
+    def _in_call(self, call: Call | None) -> Iterator[None]:
+        """Context of a part of a step: the loop, and the optimizer's options, are those of its
+        call.
+        """
+        if call is None:
+            has_stopped = self._trainer.should_stop
+            with self._context():
+                yield
+            # If a step has asked for it, its report says so.
+            self._trainer.should_stop = has_stopped
+            return
+        options = with_options(self._trainer.optimizers[0], call.options)
+        with at_position(self._trainer, call.position), options:
+            yield
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """See :class:`AsynchronousTraining`."""
+        self._log_values(adjustments)
+        adjustments.log_steps_by(self._trainer, self._log_others)
+        TrainingSteps.adjust(self, adjustments)
+
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
+        super().drain(is_resumable)
+        self._pipeline.settle_values()
+
+    @contextmanager
+    def gradient_hooks(self) -> Iterator[None]:
+        """See :class:`TrainingSteps`: of this stage's own layers."""
+        with TrainingSteps.gradient_hooks(self):
+            yield
+
+    def _update(self, one: Finished) -> None:
+        # A hook around the update finds tensors of this stage: the others are at other updates.
+        with run_by(None):
+            super()._update(one)
 
 
 def _is_written(gradient: Tensor | None) -> bool:

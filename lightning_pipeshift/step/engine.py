@@ -46,7 +46,8 @@ class SuspendableMicrobatch(Microbatch):
         body: runs the user's step.
         outside: the state of the thread while no step runs.
         tails: watches what the steps use, if any of them may run ahead.
-        live: the steps that are suspended, by their turns.
+        live: the steps that are suspended, by their places in the order.
+        order: its place among all that may be under way; ``None``: its turn.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class SuspendableMicrobatch(Microbatch):
         outside: ThreadState,
         tails: Tails | None,
         live: dict[int, SuspendableMicrobatch],
+        order: int | None = None,
     ) -> None:
         super().__init__(core, run_number, step, turn)
+        self.order = turn if order is None else order
         self.result: Any = None
         self.root: Any = None
         """The loss, divided by the number of microbatches; ``None`` to skip the backward."""
@@ -132,7 +135,7 @@ class SuspendableMicrobatch(Microbatch):
         number run in the order of the microbatches.
         """
         level = self.level + self._may_be_passed(key)
-        return all(one.level >= level for turn, one in self._live.items() if turn < self.turn)
+        return all(one.level >= level for at, one in self._live.items() if at < self.order)
 
     def can_go_on(self) -> bool:
         """Whether it need not be suspended any longer."""
@@ -142,11 +145,11 @@ class SuspendableMicrobatch(Microbatch):
 
     def is_ahead(self) -> bool:
         """Whether an earlier microbatch's step is suspended."""
-        return any(turn < self.turn for turn in self._live)
+        return any(at < self.order for at in self._live)
 
     def followers(self) -> Iterable[SuspendableMicrobatch]:
         """The later microbatches' steps that have begun."""
-        return (one for turn, one in self._live.items() if turn > self.turn)
+        return (one for at, one in self._live.items() if at > self.order)
 
     def stall(self, name: str) -> None:
         """Waits until the steps of all earlier microbatches have ended.
@@ -179,6 +182,21 @@ class SuspendableMicrobatch(Microbatch):
                 self._tails.say_early_wait(self._stalled_at)
             name, buffers = self.core.names[number], self.core.buffers[number]
             self._tails.use(f"layer {name}", bool(buffers))
+
+
+class Flight:
+    """The microbatches that are under way on one rank, by their places in the order.
+
+    Args:
+        row: the forwards and backwards that are to be run.
+    """
+
+    def __init__(self, row: Iterable[Action] = ()) -> None:
+        self.todo = deque(row)
+        self.live: dict[int, SuspendableMicrobatch] = {}
+        """Those whose step is suspended."""
+        self.done: dict[int, SuspendableMicrobatch] = {}
+        """Those whose backward is still to come."""
 
 
 class Engine:
@@ -232,30 +250,12 @@ class Engine:
         """
         core = self._core
         core.begin()
-        self._before_last_backward = before_last_backward
         find_root = root_of or partial(_part_of_mean, len(batches))
-        todo = deque(row)
-        with_backward = any(action.kind is Kind.BACKWARD for action in todo)
-        live: dict[int, SuspendableMicrobatch] = {}
-        done: dict[int, SuspendableMicrobatch] = {}
+        flight = Flight(row)
+        with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)
         everything: list[SuspendableMicrobatch] = []
 
-        def advance(microbatch: SuspendableMicrobatch) -> None:
-            with self._around(Action(Kind.FORWARD, microbatch.turn)):
-                if tails is not None and tails.is_watching:
-                    tails.current = microbatch
-                try:
-                    microbatch.advance()
-                finally:
-                    if tails is not None:
-                        tails.current = None
-            if microbatch.is_done:
-                live.pop(microbatch.turn, None)
-                done[microbatch.turn] = microbatch
-            else:
-                live[microbatch.turn] = microbatch
-
-        def begin(turn: int) -> None:
+        def begin(turn: int, outside: ThreadState) -> SuspendableMicrobatch:
             def body(microbatch: SuspendableMicrobatch) -> Any:
                 result = function(batches[turn], turn)
                 if microbatch.is_ahead():
@@ -269,29 +269,16 @@ class Engine:
                 return result
 
             microbatch = SuspendableMicrobatch(
-                core, core.num_steps, step, turn, body, outside, tails, live
+                core, core.num_steps, step, turn, body, outside, tails, flight.live
             )
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)
             everything.append(microbatch)
-            advance(microbatch)
+            return microbatch
 
         tails = self._tails if len(batches) > 1 else None
-        with kept(core.device), nullcontext() if tails is None else tails.watching():
-            self._runs_ahead = tails is not None and tails.may_run_ahead
-            # The generators' states are no longer the user's, and so short: see `host_state`.
-            seed_generators(core.device, "between", core.seed, step)
-            outside = ThreadState(core.device)
-            outside.restore()
-            while todo or live:
-                ready = self._ready(live)
-                if ready is not None:
-                    self.num_suspended += 1
-                    advance(ready)
-                elif todo and todo[0].kind is Kind.FORWARD and self._may_begin(live):
-                    begin(todo.popleft().microbatch)
-                elif not self._run_backward(todo, live, done):
-                    self._wait(todo, live, done)
+        with nullcontext() if tails is None else tails.watching():
+            self.go_on(flight, step, begin, before_last_backward, tails)
         core.end(everything)
         results = [microbatch.result for microbatch in everything]
         for microbatch in everything:
@@ -300,6 +287,63 @@ class Engine:
             microbatch.result = microbatch.root = None
             microbatch.release()
         return results
+
+    def go_on(
+        self,
+        flight: Flight,
+        step: int,
+        begin: Callable[[int, ThreadState], SuspendableMicrobatch],
+        before_last_backward: Callable[[], object] | None,
+        tails: Tails | None = None,
+        leaves_some: bool = False,
+    ) -> None:
+        """Runs the actions that are to be run, and ends the steps that have begun.
+
+        Args:
+            flight: the actions and the steps.
+            step: the number of the step that comes now, for the random streams.
+            begin: makes a microbatch, given its place in the order and the state of the thread
+                while no step runs.
+            before_last_backward: as for :meth:`run`.
+            tails: watches the steps.
+            leaves_some: whether steps that later ones may pass may be suspended at the end.
+        """
+        core, todo, live = self._core, flight.todo, flight.live
+        self._before_last_backward = before_last_backward
+        self._runs_ahead = tails is not None and tails.may_run_ahead
+        with kept(core.device):
+            # The generators' states are no longer the user's, and so short: see `host_state`.
+            seed_generators(core.device, "between", core.seed, step)
+            outside = ThreadState(core.device)
+            outside.restore()
+            while todo or live:
+                ready = self._ready(live)
+                if ready is None and not todo and leaves_some and self._may_begin(live):
+                    break
+                if ready is not None:
+                    self.num_suspended += 1
+                    self._advance(ready, flight, tails)
+                elif todo and todo[0].kind is Kind.FORWARD and self._may_begin(live):
+                    self._advance(begin(todo.popleft().microbatch, outside), flight, tails)
+                elif not self._run_backward(flight):
+                    self._wait(flight)
+
+    def _advance(
+        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
+    ) -> None:
+        with self._around(Action(Kind.FORWARD, microbatch.order)):
+            if tails is not None and tails.is_watching:
+                tails.current = microbatch
+            try:
+                microbatch.advance()
+            finally:
+                if tails is not None:
+                    tails.current = None
+        if microbatch.is_done:
+            flight.live.pop(microbatch.order, None)
+            flight.done[microbatch.order] = microbatch
+        else:
+            flight.live[microbatch.order] = microbatch
 
     def _may_pass(self, suspended: SuspendableMicrobatch) -> bool:
         """Whether a later microbatch may go on while this one waits."""
@@ -319,41 +363,34 @@ class Engine:
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
         return all(map(self._may_pass, live.values()))
 
-    def _run_backward(
-        self,
-        todo: deque[Action],
-        live: dict[int, SuspendableMicrobatch],
-        done: dict[int, SuspendableMicrobatch],
-    ) -> bool:
+    def _run_backward(self, flight: Flight) -> bool:
         """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
         is there or nothing else can run; returns whether it did.
         """
+        todo, done = flight.todo, flight.done
         at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
         microbatch = None if at is None else done.get(todo[at].microbatch)
         if at is None or microbatch is None:
             return False
         first = microbatch.first_gradient
-        if first is not None and not self._core.mailbox.has(first[0]) and (live or at):
+        if first is not None and not self._core.mailbox.has(first[0]) and (flight.live or at):
             return False
+        action = todo[at]
         del todo[at]
-        del done[microbatch.turn]
+        del done[microbatch.order]
         is_last = not any(one.kind is Kind.BACKWARD for one in todo)
         if is_last and self._before_last_backward is not None:
             self._before_last_backward()
-        if microbatch.root is not None:
-            with self._core.trained_as(microbatch.flags), run_by(microbatch):
+        with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
+            if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
         microbatch.root = None
         return True
 
-    def _wait(
-        self,
-        todo: deque[Action],
-        live: dict[int, SuspendableMicrobatch],
-        done: dict[int, SuspendableMicrobatch],
-    ) -> None:
+    def _wait(self, flight: Flight) -> None:
+        live, done = flight.live, flight.done
         waits = [one.waits_for for one in self._in_turn(live) if one.waits_for is not None]
-        oldest = next((one.microbatch for one in todo if one.kind is Kind.BACKWARD), None)
+        oldest = next((one.microbatch for one in flight.todo if one.kind is Kind.BACKWARD), None)
         first = done[oldest].first_gradient if oldest in done else None
         if first is not None:
             waits.append(first)

@@ -310,13 +310,18 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        seed = stream_seed(number, step)
-        in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
-        with run_by(None), core.seeing_parameters(), in_step, without_compiling():
-            results = self._engine.run(seed, *args, **kwargs)
+        with self._running_steps():
+            results = self._engine.run(stream_seed(number, step), *args, **kwargs)
         self._begin_outside()
         return results
+
+    @contextmanager
+    def _running_steps(self) -> Iterator[None]:
+        assert self.core is not None
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        # A compiler follows neither values nor the parameters' class.
+        with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
+            yield
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:

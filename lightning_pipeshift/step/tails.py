@@ -115,6 +115,7 @@ class Tails:
         self._hindrance = "", ""
         self.is_watching = self._is_said = False
         """Whether a run is watched now."""
+        self._watch: ExitStack | None = None
         self.reason = ""
         """Why no step runs ahead in this training; empty if steps may."""
         self.current: Part | None = None
@@ -131,26 +132,29 @@ class Tails:
         return self._num_watched < self._num_to_watch
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context of a run of microbatches."""
-        if not self._has_read or self.reason:
+    def watching(self, some_wait: bool = False, stays: bool = False) -> Iterator[None]:
+        """Context of a run of microbatches.
+
+        Args:
+            some_wait: whether steps of runs before are suspended.
+            stays: whether attributes are watched until :meth:`leave`. To begin and to end that
+                takes milliseconds, as Python then forgets what it knows of many classes.
+        """
+        if not (self._has_read or some_wait) or self.reason:
             # What reads nothing has no tails. A run that reads is watched from the next one on.
             self._has_read = False
             yield
             return
         core, self._has_read = self._core, False
         try:
-            with ExitStack() as stack:
-                classes: set[type] = {nn.Module, *self._seen.values()}
-                for cls in classes:
-                    stack.enter_context(_intercepted(cls))
-                _WATCHERS.update(dict.fromkeys(self._labels, self))
-                stack.callback(lambda: [_WATCHERS.pop(each, None) for each in self._labels])
-                self.is_watching = True
-                self._begin_part()
-                yield
+            self._enter()
+            self.is_watching = True
+            self._begin_part()
+            yield
         finally:
             self.is_watching = False
+            if not stays:
+                self.leave()
         self._num_watched += self._has_read
         if core.switched:
             self._hinder("freezes or thaws parameters", "Do it between steps")
@@ -168,6 +172,22 @@ class Tails:
                 " what it reads before the next one begins, and stages idle meanwhile."
                 f" {advice}, or read the values in `on_train_batch_end`."
             )
+
+    def _enter(self) -> None:
+        if self._watch is not None:
+            return
+        self._watch = ExitStack()
+        classes: set[type] = {nn.Module, *self._seen.values()}
+        for cls in classes:
+            self._watch.enter_context(_intercepted(cls))
+        _WATCHERS.update(dict.fromkeys(self._labels, self))
+        self._watch.callback(lambda: [_WATCHERS.pop(each, None) for each in self._labels])
+
+    def leave(self) -> None:
+        """Ends the watch of attributes."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _hinder(self, what: str, advice: str) -> None:
         """Notes why steps of this training never run ahead."""

@@ -340,13 +340,18 @@ class Core:
             self._memories = {storage_key_of(x) for x in held if not x.is_meta}
         return storage_key_of(tensor) in self._memories
 
-    def begin(self) -> None:
-        """Begins a run of microbatches. Every stage calls this."""
+    def begin(self, num_under_way: int = 0) -> None:
+        """Begins a run of microbatches. Every stage calls this.
+
+        Args:
+            num_under_way: how many runs before it may not be over, here or on another stage.
+        """
         self._memories = None
-        self.mailbox.pass_phase()
         self.num_steps += 1
-        self.mailbox.forget(self.num_steps)
-        self.switched.clear()
+        self.mailbox.forget(self.num_steps - num_under_way, self.num_steps)
+        if not num_under_way:
+            self.mailbox.pass_phase()
+            self.switched.clear()
 
     @contextmanager
     def trained_as(self, flags: dict[Tensor, bool]) -> Iterator[None]:

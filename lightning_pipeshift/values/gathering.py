@@ -71,12 +71,13 @@ class Structure:
     def __init__(self, tree: Any) -> None:
         self.leaves, self.rebuild = _flat(tree)
 
-    def digest(self) -> int:
-        """Of the names of the values, and of the numbers and texts."""
+    def digest(self, with_numbers: bool = True) -> int:
+        """Of the names of the values, of the texts, and of the numbers."""
+        kinds = (Kept, str, int, float) if with_numbers else (Kept, str)
         text = [
             leaf.key if isinstance(leaf, Kept) else leaf
             for leaf in self.leaves
-            if isinstance(leaf, Kept | int | float | str)
+            if isinstance(leaf, kinds)
         ]
         return zlib.crc32(repr(text).encode())
 

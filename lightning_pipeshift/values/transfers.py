@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -209,14 +210,22 @@ class Transfers(NotedProgram):
         """Sends what one stage knows to all; returns it."""
         key = self._key(stage, Kind.TOLD)
         if self.stage != stage:
-            message = self.receive(key, self._place(label))
-            assert message.data is not None
-            return pickle.loads(message.data.numpy().tobytes())
+            return _unpickled(self.receive(key, self._place(label)))
         data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
         for other in range(self.mailbox.num_stages):
             if other != stage:
                 self.mailbox.send(other, key, self._place(label), data)
         return told
+
+    def tell_later(self, told: Any, source: int, to: int, label: str) -> Callable[[], Any]:
+        """Sends what one stage knows to another one; returns what takes it there. Every stage
+        calls this.
+        """
+        key, place = self._key(source, Kind.TOLD), self._place(label)
+        if self.stage == source:
+            data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+            self.mailbox.send(to, key, place, data)
+        return lambda: _unpickled(self.mailbox.take(key, place))
 
     def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function that reads values into Python, on this rank. Other ranks need not read
@@ -280,6 +289,11 @@ class Transfers(NotedProgram):
             # Torch does not count writes to tensors of inference mode, so they are copied.
             kept = tensor.clone() if tensor.is_inference() else tensor.detach()
             self.mailbox.offer(key_of(account), kept)
+
+
+def _unpickled(message: Message) -> Any:
+    assert message.data is not None
+    return pickle.loads(message.data.numpy().tobytes())
 
 
 def key_of(account: Account) -> Key:

@@ -437,7 +437,7 @@ class DrawsByItself(Block):
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(5)
-        self.up = torch.jit.script(self.up)
+        self.up: Any = torch.jit.script(self.up)
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds noise."""

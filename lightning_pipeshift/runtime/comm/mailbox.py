@@ -230,13 +230,19 @@ class Mailbox:
             self._error = self._error or error
             self._arrived.notify_all()
 
-    def flush(self) -> None:
-        """Waits until everything has been sent: its memory may change then."""
+    def flush(self, all_but: int = 0) -> None:
+        """Waits until everything has been sent: its memory may change then.
+
+        Args:
+            all_but: so many messages, the latest ones, may still be on their way.
+        """
         with self._sending:
-            under_way, self._under_way = self._under_way, []
-        for sent in under_way:
+            end = max(0, len(self._under_way) - all_but)
+            done, self._under_way = self._under_way[:end], self._under_way[end:]
+        for sent in done:
             self._complete_send(sent)
-        self._large.join()
+        if not all_but:
+            self._large.join()
         if self._error is not None:
             raise self._error
 
@@ -315,9 +321,14 @@ class Mailbox:
             ]
         self._send_all(answers)
 
-    def forget(self, run: int) -> None:
-        """Drops what is kept for readers of runs before this one."""
-        self.run = run
+    def forget(self, run: int, newest: int) -> None:
+        """Drops what is kept for readers of runs before one.
+
+        Args:
+            run: the run.
+            newest: the run that begins now.
+        """
+        self.run = newest
         with self._offering:
             for key in [key for key in self._told if key.step < run - 1]:
                 del self._told[key]
@@ -499,14 +510,18 @@ class Mailbox:
     def _name(self, stage: int) -> str:
         return f"stage {stage} (rank {self._ranks[stage]})"
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int, all_but: int = 0) -> None:
         """Ends a run: everything was sent, and everything that came was taken. Messages of what
         follows the run, with a negative turn, may have come already.
+
+        Args:
+            step: its number.
+            all_but: as for :meth:`flush`.
 
         Raises:
             LayerError: another stage sent what this one never asked for.
         """
-        self.flush()
+        self.flush(all_but)
         with self._arrived:
             left = [
                 (key, found)

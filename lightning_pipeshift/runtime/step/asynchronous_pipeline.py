@@ -40,9 +40,14 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.runtime.step.control_files import Answer
-from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
+from lightning_pipeshift.runtime.step.minibatches import (
+    Finished,
+    Minibatch,
+    Minibatches,
+    RunsActions,
+)
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import WAIT
+from lightning_pipeshift.runtime.step.stage import WAIT, Step
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -180,16 +185,7 @@ class AsynchronousPipeline(Pipeline):
             live_migration=self.live_migration,
             timers=self._timers,
         )
-        minibatch = Minibatch(
-            step=todo,
-            batch_idx=given.batch_idx,
-            is_last_batch=given.is_last_batch,
-            stops=given.stops,
-            begins_update=not given.accumulation.has_begun,
-            ends_update=not given.accumulation.goes_on,
-            sums=self._sums(given.accumulation),
-            tag=tag,
-        )
+        minibatch = self._minibatch(given, todo, tag)
         if self.is_last and self.channels.num_stages > 1:
             # What hooks change between two calls, they change on every stage.
             self._user_state.remember()
@@ -214,6 +210,18 @@ class AsynchronousPipeline(Pipeline):
             self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
         return found
 
+    def _minibatch(self, given: TrainingBatch, todo: Step, tag: Any) -> Minibatch:
+        return Minibatch(
+            step=todo,
+            batch_idx=given.batch_idx,
+            is_last_batch=given.is_last_batch,
+            stops=given.stops,
+            begins_update=not given.accumulation.has_begun,
+            ends_update=not given.accumulation.goes_on,
+            sums=self._sums(given.accumulation),
+            tag=tag,
+        )
+
     def drain(self) -> Iterator[Finished]:
         """Runs the backwards of all minibatches in flight, one at a time; see
         :meth:`begin_minibatch`. Every stage calls this after the same minibatch.
@@ -231,6 +239,10 @@ class AsynchronousPipeline(Pipeline):
         self.planning.end_gathering()
         self._stage.settle()
         self.channels.settle()
+        self._end_drain()
+
+    def _end_drain(self) -> None:
+        """Makes what user code keeps equal on all stages, in an empty pipeline."""
         written, self._written = list(self._written.values()), {}
         changes, self._late_changes = self._late_changes, {}
         changes = self.channels.share_object(changes, self.channels.num_stages - 1)
@@ -458,8 +470,12 @@ class AsynchronousPipeline(Pipeline):
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in holdings.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
-        self._minibatches = Minibatches(self._stage, stage, num_stages, versions)
+        self._minibatches = Minibatches(self._runner, stage, num_stages, versions)
         return self._minibatches
+
+    @property
+    def _runner(self) -> RunsActions:
+        return self._stage
 
     def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
         assert self.holdings is not None
@@ -496,17 +512,7 @@ class AsynchronousPipeline(Pipeline):
         """
         stage = self.channels.stage
         if self.is_last:
-            mine = self._reporting.end(minibatch.step.losses, minibatch.is_last_batch)
-            # Earlier stages have run the same code for later minibatches: what it keeps is compared
-            # when the pipeline is empty. Metrics are logged with the minibatch.
-            everything = {path: change for part in mine.changes for path, change in part.items()}
-            of_metrics = {
-                path: everything.pop(path)
-                for path in list(everything)
-                if self._is_of_metric(path[0])
-            }
-            mine.changes = [of_metrics]
-            combine(self._late_changes, everything)
+            mine = self._own_report(minibatch)
             mine.asks_to_end = self._asks_to_end_here
             mine.stops = minibatch.stops()
             report = merge_reports(self.replicas.exchange(mine), self.vm)
@@ -519,6 +525,19 @@ class AsynchronousPipeline(Pipeline):
             # The earlier stage takes them in this order, each after a backward.
             self.channels.settle(all_but=2 * self.channels.num_stages)
         return report
+
+    def _own_report(self, minibatch: Minibatch) -> Report:
+        """The last stage's report of its virtual machine's minibatch."""
+        mine = self._reporting.end(minibatch.step.losses, minibatch.is_last_batch)
+        # Earlier stages have run the same code for later minibatches: what it keeps is compared
+        # when the pipeline is empty. Metrics are logged with the minibatch.
+        everything = {path: change for part in mine.changes for path, change in part.items()}
+        of_metrics = {
+            path: everything.pop(path) for path in list(everything) if self._is_of_metric(path[0])
+        }
+        mine.changes = [of_metrics]
+        combine(self._late_changes, everything)
+        return mine
 
     def _is_of_metric(self, name: str) -> bool:
         """Whether a module is a metric, or a part of one."""

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
@@ -15,7 +15,7 @@ from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.plan.schedule.route import Route
 from lightning_pipeshift.plan.schedule.schedules import row_with_recomputation
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
-from lightning_pipeshift.runtime.step.stage import Stage, Step
+from lightning_pipeshift.runtime.step.stage import Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
@@ -58,6 +58,13 @@ class Finished:
     report: Report
 
 
+class RunsActions(Protocol):
+    """A :class:`~lightning_pipeshift.runtime.step.stage.Stage`, or what takes its place."""
+
+    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
+        """Carries out a row's actions in order."""
+
+
 class Minibatches:
     """Runs minibatches on one stage: PipeDream's schedule.
 
@@ -68,7 +75,9 @@ class Minibatches:
         versions: the weights of the minibatches in flight.
     """
 
-    def __init__(self, stage: Stage, place: int, num_stages: int, versions: WeightVersions) -> None:
+    def __init__(
+        self, stage: RunsActions, place: int, num_stages: int, versions: WeightVersions
+    ) -> None:
         self._stage = stage
         self._place = place
         self._num_stages = num_stages

@@ -90,6 +90,7 @@ class Reporting:
             mean = sum(weights) / len(weights)
             weight = _power_of_two(mean * num_microbatches * self._replicas.count)
             self._denominators = self._denominators._replace(weights=weight)
+        self._has_agreed = True
         return self._denominators
 
     def begin(self, wants_result: bool, losses: Losses) -> None:

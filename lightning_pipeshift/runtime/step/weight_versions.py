@@ -71,13 +71,13 @@ class WeightVersions(ActionListener):
 
     def begin_action(self, place: int, action: Action) -> None:
         """See :class:`ActionListener`."""
-        if action.kind is Kind.FORWARD:
+        if action.kind is Kind.FORWARD and action.microbatch not in self._used:
             # The update before its own may be made here already, or not yet.
             is_ahead = self.delays and self.num_updates == self.update
             before = self._before if is_ahead else {}
             used = [(p, before.get(id(p), p.data)) for p in self._parameters]
             self._used[action.microbatch] = used
-        elif action.kind in (Kind.RECOMPUTE, Kind.BACKWARD):
+        elif action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD):
             used = self._used[action.microbatch]
         else:
             return

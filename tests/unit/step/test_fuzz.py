@@ -144,8 +144,9 @@ def _runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_backward(self: Any, todo: Any, live: Any, done: Any) -> bool:
-        return todo and todo[0].kind is Kind.BACKWARD and plain(self, todo, live, done)
+    def run_backward(self: Any, flight: Any) -> bool:
+        todo = flight.todo
+        return todo and todo[0].kind is Kind.BACKWARD and plain(self, flight)
 
     plain = Engine._run_backward
     monkeypatch.setattr(Engine, "_run_backward", run_backward)

@@ -238,7 +238,7 @@ class InMemoryMailbox(Mailbox):
         self._stages.post(self.stage, to, data, self._begins)
         self._begins = False
 
-    def flush(self) -> None:
+    def flush(self, all_but: int = 0) -> None:
         self._stages.flush(self.stage)
 
     def deliver(self, source: int) -> None:
