@@ -534,7 +534,7 @@ class Mailbox:
             raise self._differs(key, place, found.place)
 
     def close(self) -> None:
-        """Ends the threads. Every stage calls this."""
+        """Ends the threads. Every stage calls this, when no other one can read any more."""
         self.flush()
         for to in range(self.num_stages):
             if to != self.stage:

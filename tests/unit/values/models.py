@@ -597,6 +597,8 @@ def _trained(name: str, schedule: str, overlaps: bool) -> Trained:
                 optimizer.step()
                 optimizer.zero_grad()
     held = {name: x.detach().clone() for name, x in core.held().items()}
+    # Another stage may still read what this one has.
+    dist.barrier()
     mailbox.close()
     return Trained(losses, held, model.noted, core.finder.num_runs, engine.num_suspended)
 
