@@ -121,17 +121,19 @@ class ProbeTimes:
         # How long a probe may take by now.
         self._most = 0.0
 
-    def lasts(self, slices: Sequence[float], seconds: float, limit: float) -> float:
+    def lasts(self, slices: Sequence[float], taken: float, seconds: float, limit: float) -> float:
         """How much longer a probe takes: until it has surely found the rank slow, and if it finds
         it fast, as long as a probe may take: rare pauses have to have the time to show. What it
         takes of the time for probes, the next one waits for.
 
         Args:
             slices: seconds of each slice so far.
+            taken: how long they were to take in all.
             seconds: what :meth:`seconds` allowed it.
             limit: the mean seconds of a slice from which on the rank is slow.
         """
-        taken = sum(slices)
+        # A pause makes it longer.
+        taken = max(taken, sum(slices))
         self._most = seconds - taken
         if not slices:
             return _LEAST_SECONDS

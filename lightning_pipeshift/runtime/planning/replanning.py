@@ -568,9 +568,10 @@ class Replanning:
         seconds = self._probe_times.seconds(is_held, is_slow, self._window * took.mean)
         if seconds and self._slice_seconds:
             slices: list[float] = []
-            limit = _SLOWER * self._slice_seconds
-            while more := self._probe_times.lasts(slices, seconds, limit):
+            taken, limit = 0.0, _SLOWER * self._slice_seconds
+            while more := self._probe_times.lasts(slices, taken, seconds, limit):
                 slices += time_slices(self._device, more)
+                taken += more
             # For a rank that counts as slow even one pause is evidence. What other programs add now
             # and then is in the times of all ranks' layers.
             found, mean = recent(slices, len(slices)), fmean(slices)

@@ -140,8 +140,9 @@ def test_probes_take_a_twentieth_of_the_time_at_most() -> None:
 def slices_of(times: ProbeTimes, seconds: float, some: list[float]) -> list[float]:
     """What a probe measures that finds these slices again and again; 2 ms is fast."""
     slices: list[float] = []
-    coming = cycle(some)
-    while more := times.lasts(slices, seconds, limit=0.0022):
+    coming, taken = cycle(some), 0.0
+    while more := times.lasts(slices, taken, seconds, limit=0.0022):
+        taken += more
         end = sum(slices) + more
         while sum(slices) < end:
             slices.append(next(coming))
