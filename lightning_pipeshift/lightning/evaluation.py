@@ -127,7 +127,10 @@ class EvaluationSteps:
         )
         if name == "predict_step":
             self._await_prediction(loop, dataloader_idx)
-        if not (at_end or self._is_needed_now(name, trace, loop)):
+        if at_end:
+            # Not before the batch has been run: the others may still be at the one before.
+            self._end_comparing()
+        elif not self._is_needed_now(name, trace, loop):
             return None
         reports = self._pipeline.fetch_reports()
         result = self._deliver(reports, name)
@@ -136,15 +139,19 @@ class EvaluationSteps:
         return result
 
     def _compare(self, dataloader_idx: int, batch_idx: int, at_end: bool) -> None:
-        """Compares over the stages which batch comes next. Stages that have more of them go on
-        meanwhile, and wait for each other at the end.
+        """Begins to compare over the stages which batch comes next, and waits for comparisons of
+        some batches ago: stages work on successive batches at once.
         """
         pipeline, channels = self._pipeline, self._pipeline.channels
         pipeline.meets()
         places = torch.zeros(channels.num_stages, 3, dtype=torch.int64)
         places[channels.stage] = torch.tensor((dataloader_idx, batch_idx, at_end))
         self._places.append(channels.post_sum(places))
-        while len(self._places) > (0 if at_end else _AHEAD):
+        self._end_comparing(_AHEAD)
+
+    def _end_comparing(self, all_but: int = 0) -> None:
+        """Waits for the comparisons that have begun, but for so many of the latest ones."""
+        while len(self._places) > all_but:
             require_same_places(self._places.pop(0).wait().tolist())
 
     def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
@@ -191,6 +198,7 @@ class EvaluationSteps:
                 "remove it."
             )
         self._compare(*_NO_BATCH)
+        self._end_comparing()
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
         predictions = predictions_of(loop)
