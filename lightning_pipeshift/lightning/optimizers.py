@@ -40,8 +40,8 @@ BY_PARAMETER: Final = frozenset(
     )
     if (found := getattr(torch.optim, name, None)) is not None
 )
-_GRADIENT_HOOKS: Final = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-_STEP_METHODS: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+GRADIENT_HOOKS: Final = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+STEP_METHODS: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 
 
 def why_all_gradients(trainer: pl.Trainer) -> str:
@@ -118,10 +118,10 @@ def _who_looks(trainer: pl.Trainer) -> str:
     empty if there is none.
     """
     module, precision = trainer.lightning_module, trainer.precision_plugin
-    for name in _STEP_METHODS:
+    for name in STEP_METHODS:
         if is_overridden(name, module):
             return f"`{name}` of the LightningModule"
-    for hook in _GRADIENT_HOOKS:
+    for hook in GRADIENT_HOOKS:
         if is_hook_used(trainer, hook):
             return f"a hook `{hook}`"
     if any(_is_foreign(kind) for kind in type(precision).__mro__):
@@ -151,12 +151,14 @@ def options_of(optimizer: Optimizer) -> OptimizerOptions:
 
 
 @contextmanager
-def with_options(optimizer: Optimizer, options: OptimizerOptions) -> Generator[None, None, None]:
-    """Context in which an optimizer has other options."""
+def with_options(
+    optimizer: Optimizer, options: OptimizerOptions
+) -> Generator[OptimizerOptions, None, None]:
+    """Context in which an optimizer has other options. Gives those that it has afterwards."""
     present = options_of(optimizer)
     _set_options(optimizer, options)
     try:
-        yield
+        yield present
     finally:
         _set_options(optimizer, present)
 
@@ -175,22 +177,20 @@ def step_with(
             Such changes go on in its present options and in these; ``None``: they are dropped.
     """
     optimizer = trainer.optimizers[0]
-    present = options_of(optimizer)
-    _set_options(optimizer, options)
-    # A plugin's closure returns the loss, which no optimizer reads that steps only once.
-    trainer.precision_plugin.optimizer_step(
-        optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
-    )
-    followers = [present, *counting] if counting is not None else []
-    for place, (before, group) in enumerate(zip(options, optimizer.param_groups, strict=True)):
-        changed = {
-            name: group[name]
-            for name, value in before.items()
-            if group[name] is not value and not bool(group[name] == value)
-        }
-        for follower in followers if changed else ():
-            follower[place].update(changed)
-    _set_options(optimizer, present)
+    with with_options(optimizer, options) as present:
+        # A plugin's closure returns the loss, which no optimizer reads that steps only once.
+        trainer.precision_plugin.optimizer_step(
+            optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
+        )
+        followers = [present, *counting] if counting is not None else []
+        for place, (before, group) in enumerate(zip(options, optimizer.param_groups, strict=True)):
+            changed = {
+                name: group[name]
+                for name, value in before.items()
+                if group[name] is not value and not bool(group[name] == value)
+            }
+            for follower in followers if changed else ():
+                follower[place].update(changed)
 
 
 def _set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:

@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.lightning_private import at_position, position_of
 from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining, Call
-from lightning_pipeshift.lightning.optimizers import with_options
+from lightning_pipeshift.lightning.optimizers import (
+    GRADIENT_HOOKS,
+    STEP_METHODS,
+    with_options,
+)
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
@@ -128,20 +132,12 @@ class ValueTraining(TrainingSteps):
 
 
 # User code between the calls of two steps, which may look at what steps have left.
-_HOOKS_BETWEEN = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
+_HOOKS_BETWEEN = "on_train_batch_start", "on_train_batch_end", *GRADIENT_HOOKS
 _METHODS_BETWEEN = (
-    "configure_gradient_clipping",
+    *STEP_METHODS,
     "lr_scheduler_step",
     "on_after_batch_transfer",
     "on_before_batch_transfer",
-    "optimizer_step",
-    "optimizer_zero_grad",
     "transfer_batch_to_device",
 )
 

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import LayerError, PlanError, some_of
-from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -54,7 +53,7 @@ class _UnderWay:
     tag: Any
     microbatch: SuspendableMicrobatch = field(init=False)
     results: Structure = field(init=False)
-    """What the step has returned and logged, with the values of metrics."""
+    """The step's result and logs, and the latest values of the metrics, as one structure."""
     awaited: list[tuple[list[int], Callable[[], Any]]] = field(default_factory=list)
     """On the last stage, which of its leaves others have, and what takes them."""
 
@@ -130,16 +129,11 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             # Later batches are compared by :meth:`before_minibatch`.
             self.meets()
             self._check_batch(given.batch, given.batch_idx)
-        ((part, size),) = split(given.batch, 1)
-        self.planning.note_samples(size)
-        key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
-        self._optimizers = given.optimizers
+        part, size, key, minibatches = self._prepared(given)
         core, holdings, outside = self.core, self.holdings, running()
         assert core is not None
         assert holdings is not None
         assert isinstance(outside, Microbatch)
-        minibatches = self._minibatches or self._make_minibatches(holdings)
         losses = self._reporting.losses([size], given.loss_scale, 1, self.replicas.gather)
         losses.counts_all = True
         core.note(outside)
@@ -203,7 +197,9 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             self._tails.leave()
 
     def _sums_armed_by(self, action: Action) -> Callable[[], object] | None:
-        """What begins the sums over the virtual machines before a backward."""
+        """Returns the function that begins to sum gradients over the virtual machines (replicas of
+        the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
+        """
         accumulation = self._under_way[action.microbatch].given.accumulation
         sums = self._sums(accumulation)
         return sums.arm if sums is not None and not accumulation.has_begun else None

@@ -68,7 +68,8 @@ class Attribute(NamedTuple):
     def set(self, layer: nn.Module, value: Any) -> None:
         """Sets it, or removes it: code may ask for it with ``hasattr``."""
         module = layer.get_submodule(self.path)
-        table: dict[str, Any] = _buffers_of(module) if self.is_buffer else module.__dict__
+        # That of a `ScriptModule` takes new values, too.
+        table: dict[str, Any] = buffers_of(module) if self.is_buffer else module.__dict__
         if value is _Missing.ATTRIBUTE:
             table.pop(self.name, None)
         else:

@@ -51,7 +51,12 @@ class Placement:
                 )
         if sum(self.counts[0]) < 1:
             raise PartitionError("a placement of 0 layers; it needs at least 1")
-        if self.owners and self != Placement.of(self.owners, tuple(map(len, self.counts))):
+        depths = tuple(map(len, self.counts))
+        if self.owners and (
+            len(self.owners) != len(depths)
+            or _counts_of(self.owners, depths) != self.counts
+            or _are_contiguous(self.owners)
+        ):
             raise PartitionError(
                 f"a placement whose layers are on the stages {self.owners}, and that counts"
                 f" {self.counts} layers of each stage; make them agree, or omit the stages if the"
@@ -66,17 +71,9 @@ class Placement:
             owners: for every virtual machine, the stages.
             depths: the number of stages of each.
         """
-        counts = tuple(
-            tuple(list(stages).count(stage) for stage in range(depth))
-            for stages, depth in zip(owners, depths, strict=False)
-        )
         owners = owners[: len(depths)]
-        made = cls(counts)
-        if all(made.stages(vm) == list(stages) for vm, stages in enumerate(owners)):
-            return made
-        # What it would be compared with is itself.
-        object.__setattr__(made, "owners", tuple(map(tuple, owners)))
-        return made
+        scattered = () if _are_contiguous(owners) else tuple(map(tuple, owners))
+        return cls(_counts_of(owners, depths), scattered)
 
     @property
     def num_virtual_machines(self) -> int:
@@ -182,3 +179,17 @@ def _require_same_shape(old: Placement, new: Placement) -> None:
             f"{old_layers} layers on {old_stages}; keep the layers, and the stages of every "
             "virtual machine (0 layers drain a stage)"
         )
+
+
+def _counts_of(
+    owners: Sequence[Sequence[int]], depths: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(list(stages).count(stage) for stage in range(depth))
+        for stages, depth in zip(owners, depths, strict=False)
+    )
+
+
+def _are_contiguous(owners: Sequence[Sequence[int]]) -> bool:
+    """Whether the layers of each stage follow each other, in the order of the stages."""
+    return all(list(stages) == sorted(stages) for stages in owners)

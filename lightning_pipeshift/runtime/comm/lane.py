@@ -357,6 +357,8 @@ class Lane:
 def layout_of(tensor: Tensor) -> tuple[int, ...]:
     """The strides of a copy of a tensor."""
     shape, stride = tensor.shape, tensor.stride()
+    if tensor.is_contiguous():
+        return stride
     plain = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
     return torch.empty_like(plain).stride()
 

@@ -235,7 +235,11 @@ class FailureBoard:
         """Ends the run if user code on this rank has called a function of ``torch.distributed``
         that needs all ranks, and others have not: these wait for what this rank would do next.
         """
-        mine, found = self.activity(), {rank: x for rank, x in peers.answers.items() if x}
+        mine = self.activity()
+        if not mine["collective"]:
+            self._lone, self._num_lone = None, 0
+            return
+        found = {rank: x for rank, x in peers.answers.items() if x}
         sign = mine, found, peers.counts
         others = {rank: json.loads(text) for rank, text in found.items()}
         are_late = any(
@@ -243,12 +247,11 @@ class FailureBoard:
             for each in others.values()
         )
         all_wait = all(x["waits"] is not None or x["collective"] for x in others.values())
-        is_lone = mine["collective"] and are_late and all_wait and len(others) == len(peers.counts)
+        is_lone = are_late and all_wait and len(others) == len(peers.counts)
         self._num_lone = self._num_lone + 1 if is_lone and sign == self._lone else 0
         self._lone = sign
         if self._num_lone < _LONE_LOOKS:
-            if mine["collective"]:
-                peers.ask()
+            peers.ask()
             return
         reason = (
             f"{self.own_name} waits in `torch.distributed.{mine['collective']}` ({mine['at']}) for"

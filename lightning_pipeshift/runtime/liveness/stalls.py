@@ -9,6 +9,7 @@ stack, so that the steps themselves have no overhead.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -46,6 +47,8 @@ _LIBRARIES: Final = tuple(
 )
 _DISTRIBUTED: Final = "torch.distributed.distributed_c10d"
 _OURS: Final = str(PACKAGE) + os.sep
+# Asked for each frame of a stack, every second: each asks the operating system for each folder.
+_real_path = functools.cache(os.path.realpath)
 
 
 # By the code of a function.
@@ -88,7 +91,7 @@ def activity(thread: int) -> dict[str, Any]:
             layer = frame.f_locals["gate"].name
         # The outermost: what the user's code has asked for.
         aim = _PURPOSES.get(code, aim)
-        name = os.path.realpath(code.co_filename)
+        name = _real_path(code.co_filename)
         if at is None and collective != "" and frame.f_globals.get("__name__") == _DISTRIBUTED:
             collective = code.co_name
         if at is None and name.startswith(_OURS):

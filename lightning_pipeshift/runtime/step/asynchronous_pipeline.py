@@ -49,6 +49,7 @@ from lightning_pipeshift.runtime.step.minibatches import (
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.stage import WAIT, Step
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
+from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.timeline.recording import REPORT, What
@@ -166,13 +167,7 @@ class AsynchronousPipeline(Pipeline):
         if self._minibatches is None:
             # Later batches are compared by :meth:`before_minibatch`.
             self._check_batch(given.batch, given.batch_idx)
-        ((part, size),) = split(given.batch, 1)
-        self.planning.note_samples(size)
-        key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
-        self._optimizers = given.optimizers
-        assert self.holdings is not None
-        minibatches = self._minibatches or self._make_minibatches(self.holdings)
+        part, size, key, minibatches = self._prepared(given)
         state, slices = module_signature(self.root), [(part, size)]
         in_flight = self.channels.num_stages
         traces = self._traces([key], slices, given.step, state, in_flight=in_flight)
@@ -209,6 +204,18 @@ class AsynchronousPipeline(Pipeline):
             gates, lag = self._trace_cache.gates, max(self.replicas.topology.stages_per_vm)
             self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
         return found
+
+    def _prepared(self, given: TrainingBatch) -> tuple[Any, int, Key, Minibatches]:
+        """Prepares for a batch. Returns it as one microbatch, its number of samples, the key of its
+        step, and the minibatches under way.
+        """
+        ((part, size),) = split(given.batch, 1)
+        self.planning.note_samples(size)
+        key = self._key("train", given.step_number, 0)
+        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._optimizers = given.optimizers
+        assert self.holdings is not None
+        return part, size, key, self._minibatches or self._make_minibatches(self.holdings)
 
     def _minibatch(self, given: TrainingBatch, todo: Step, tag: Any) -> Minibatch:
         return Minibatch(
