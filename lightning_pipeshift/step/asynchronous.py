@@ -24,7 +24,7 @@ from lightning_pipeshift.runtime.step.stage import Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.values.gathering import Kept, Structure
@@ -58,6 +58,33 @@ class _UnderWay:
     """On the last stage, which of its leaves others have, and what takes them."""
 
 
+class AsynchronousEngine(Engine):
+    """An :class:`Engine` whose microbatches are minibatches: the backward of one comes in the call
+    of a later one on all stages but the last.
+    """
+
+    def _wait(self, flight: Flight) -> None:
+        stage, begun = self._core.stage, {**flight.done, **flight.live}
+        for waiting in self._in_turn(flight.live):
+            key, place = waiting.waits_for or (None, None)
+            if key is None or place is None or key.source <= stage:
+                continue
+            for number, one in begun.items():
+                first, end, where = one.gradients_to_later or (0, 0, "")
+                # The later stage may be in its backward, and this one's comes in a later call.
+                if first <= stage < end and number < waiting.order:
+                    raise LayerError(
+                        f"`{place.label}` ({place.line}) at stage {stage} waits for what stage"
+                        f" {key.source} computes for the same batch, and stage {end} waits for the"
+                        f" gradient of an earlier batch, since {where} uses at stage {first} what a"
+                        " later stage has computed or used before. With an asynchronous schedule"
+                        " neither could go on. Let values that need a gradient go to later stages"
+                        " only: use another partition, compute what an earlier stage has to compute"
+                        " before later layers are called, `detach()` it, or use schedule='1f1b'."
+                    )
+        super()._wait(flight)
+
+
 class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     """An :class:`AsynchronousPipeline` on values.
 
@@ -67,6 +94,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     A parameter that several stages hold is trained by the first of them, which sends it to the
     others in each minibatch, in its own version; they get the trained bytes in an empty pipeline.
     """
+
+    _engine_class = AsynchronousEngine
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -105,6 +105,8 @@ class _Evaluated:
 class ValuePipeline(Pipeline):
     """A pipeline on values: see :mod:`lightning_pipeshift.values`."""
 
+    _engine_class = Engine
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._recorder = _Recorder(self.root)
@@ -225,7 +227,7 @@ class ValuePipeline(Pipeline):
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
         self._tails = None if is_alone else Tails(self.core, self.messages.append)
-        self._engine = Engine(self.core, self._tails, self._around)
+        self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
         """Runs operations on values between two steps, from now on."""

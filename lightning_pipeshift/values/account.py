@@ -16,14 +16,17 @@ class Memory:
         accounts: of the values that share it.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
+        has_returned: whether a value's consumers were at another stage and are at its owner again:
+            they use another tensor there, whose history a write through a view would reach alone.
     """
 
-    __slots__ = ("accounts", "num_writes", "writer")
+    __slots__ = ("accounts", "has_returned", "num_writes", "writer")
 
     def __init__(self) -> None:
         self.accounts: list[weakref.ref[Account]] = []
         self.num_writes = 0
         self.writer: int | None = None
+        self.has_returned = False
 
     def write(self, stage: int) -> list[Account]:
         """Notes that an operation at a stage has written to the memory; returns the accounts of the
@@ -31,6 +34,7 @@ class Memory:
         """
         self.num_writes += 1
         self.writer = stage
+        self.has_returned = False
         return [account for each in self.accounts if (account := each()) is not None]
 
 

@@ -300,7 +300,7 @@ class Calls(Transfers):
         if (
             (is_away and any(other.memory is account.memory for other in others))
             or (is_away and account.requires_grad and not with_gradient)
-            or (not is_away and has_views and account.has_left)
+            or (not is_away and has_views and (account.has_left or account.memory.has_returned))
         ):
             raise LayerError(
                 f"`{call.label}` ({user_line()}) writes in place to a value that other tensors"

@@ -75,6 +75,9 @@ class Transfers(NotedProgram):
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self.core.device, requires_grad=True)
         self._has_ends = False
+        self.gradients_to_later: tuple[int, int, str] | None = None
+        """An earlier stage, a later one that waits for a gradient of its, and what uses the value
+        there."""
         self.first_gradient: tuple[Key, Place] | None = None
         """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
 
@@ -169,7 +172,12 @@ class Transfers(NotedProgram):
         """Leads the chain of a value's consumers to another stage."""
         last, account.last = account.last, stage
         account.has_left = True
+        account.memory.has_returned |= stage == account.owner
         key = self._key(stage, Kind.GRADIENT)
+        if stage < last:
+            first, end, _ = self.gradients_to_later or (stage, last, "")
+            where = f"`{label}` ({user_line()})"
+            self.gradients_to_later = min(first, stage), max(end, last), where
         if self.stage not in (last, stage):
             return
         way = Way(self, key, self._place(label), last)

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_pipeshift.errors import PipeShiftError
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous as asynchronous
 from tests.end_to_end.test_asynchronous import (
@@ -240,3 +241,38 @@ class Plain(Model):
         reads = Reads(Path(os.devnull), 0)
         super().__init__("adam")
         self.layers = reads.layers
+
+
+class GoesBack(Model):
+    """The first stage uses what the second one has computed."""
+
+    detaches = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        x, target = batch
+        for number in (3, 0, 1, 2, 4, 5):
+            x = self.layers[number](x.detach() if self.detaches and not number else x)
+        return loss_of(x, target)
+
+
+def train_going_back(detaches: bool) -> str:
+    os.environ["PIPESHIFT_CORE"] = "values"
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"schedule": "async", "partition": [3, 3]}}, max_epochs=1
+    )
+    module = built(lambda: GoesBack("adam"))
+    module.detaches = detaches
+    try:
+        trainer.fit(module, DataLoader(data(6), batch_size=SIZE))
+    except PipeShiftError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_a_later_stage_would_wait_for_for_ever_is_refused() -> None:
+    """A value may go to an earlier stage, if no gradient comes back."""
+    texts = run_ranks(train_going_back, 2, False)
+    for text in texts:
+        assert "`layers.0`" in text
+        assert "use schedule='1f1b'" in text
+    assert run_ranks(train_going_back, 2, True) == ["", ""]

@@ -83,7 +83,7 @@ class Stages:
             StageError: it raised something at a stage; :class:`Hang` if no stage can go on.
         """
         results: list[Any] = [None] * len(self.mailboxes)
-
+        self._is_over = [False] * len(self.mailboxes)
         states = _states()
 
         def body(stage: int) -> None:
