@@ -16,7 +16,7 @@ from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.step.asynchronous import AsynchronousEngine
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core, Owners
-from tests.unit.step import fuzz_asynchronous
+from tests.unit.step import fuzz, fuzz_asynchronous
 from tests.unit.step.fuzz import Outcome, check, checked, shrunk
 from tests.unit.step.programs import Block, Program, random_program
 from tests.unit.step.together import Hang, StageError, Stages
@@ -179,18 +179,8 @@ def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "_run_backward", run_backward)
 
 
-def _remembers_what_was_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place(self: Core, owners: Owners) -> None:
-        before = dict(self._foreign)
-        plain(self, owners)
-        self._foreign |= before
-
-    plain = Core.place
-    monkeypatch.setattr(Core, "place", place)
-
-
-def _uses_the_newest_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightVersions, "begin_action", lambda *_: None)
+def _keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightVersions, "_kept", lambda _: [])
 
 
 def _waits_for_what_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +192,7 @@ def _waits_for_what_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_runs_ahead, {"differs", "fails"}, check),
         (_keeps_the_order, {"hangs"}, check),
-        (_remembers_what_was_elsewhere, {"differs", "fails"}, check),
-        (_uses_the_newest_weights, {"differs"}, fuzz_asynchronous.check),
+        (_keeps_no_weights, {"differs"}, fuzz_asynchronous.check),
         (_waits_for_what_cannot_come, {"hangs"}, fuzz_asynchronous.check),
     ],
 )
@@ -215,6 +204,32 @@ def test_faults_of_the_core_are_found(
 ) -> None:
     fault(monkeypatch)
     assert any(checked(seed, check)[1].kind in kinds for seed in range(PROGRAMS))
+
+
+def _remembers_what_was_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(self: Core, owners: Owners) -> None:
+        before = dict(self._foreign)
+        plain(self, owners)
+        self._foreign |= before
+
+    plain = Core.place
+    monkeypatch.setattr(Core, "place", place)
+
+
+def test_a_tied_weight_that_moves_away_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = program(
+        "return self.layers[2](self.layers[1](self.layers[0](x0))).pow(2).mean()",
+        layers="Linear Linear Linear",
+        owners=(0, 0, 1),
+        tied=((0, 1),),
+    )
+    monkeypatch.setattr(
+        fuzz, "owners_of", lambda _, steps: [(0, 0, 1), *((1, 0, 1),) * (steps - 1)]
+    )
+    outcome = check(tied)
+    assert outcome.kind == "same", outcome.text
+    _remembers_what_was_elsewhere(monkeypatch)
+    assert check(tied).kind == "differs"
 
 
 KEY, PLACE = Key(0, 1, 0, MessageKind.VALUE, 0, 1), Place("layer", 0, "model.py:1")
