@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.runtime.comm.messages import ADVICE
+from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
@@ -27,6 +27,7 @@ from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.step.suspension import ThreadState
+from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
@@ -63,26 +64,41 @@ class AsynchronousEngine(Engine):
     of a later one on all stages but the last.
     """
 
+    def _advance(
+        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
+    ) -> None:
+        super()._advance(microbatch, flight, tails)
+        # Even if nobody has had to wait this time.
+        if microbatch.is_done and microbatch.latest_wait is not None:
+            self._require_no_gradient_to_later([microbatch], *microbatch.latest_wait)
+
     def _wait(self, flight: Flight) -> None:
-        stage, begun = self._core.stage, {**flight.done, **flight.live}
+        begun = {**flight.done, **flight.live}
         for waiting in self._in_turn(flight.live):
-            key, place = waiting.waits_for or (None, None)
-            if key is None or place is None or key.source <= stage:
-                continue
-            for number, one in begun.items():
-                first, end, where = one.gradients_to_later or (0, 0, "")
-                # The later stage may be in its backward, and this one's comes in a later call.
-                if first <= stage < end and number < waiting.order:
-                    raise LayerError(
-                        f"`{place.label}` ({place.line}) at stage {stage} waits for what stage"
-                        f" {key.source} computes for the same batch, and stage {end} waits for the"
-                        f" gradient of an earlier batch, since {where} uses at stage {first} what a"
-                        " later stage has computed or used before. With an asynchronous schedule"
-                        " neither could go on. Let values that need a gradient go to later stages"
-                        " only: use another partition, compute what an earlier stage has to compute"
-                        " before later layers are called, `detach()` it, or use schedule='1f1b'."
-                    )
+            if waiting.waits_for is not None:
+                earlier = [one for number, one in begun.items() if number < waiting.order]
+                self._require_no_gradient_to_later(earlier, *waiting.waits_for)
         super()._wait(flight)
+
+    def _require_no_gradient_to_later(
+        self, begun: Iterable[SuspendableMicrobatch], key: Key, place: Place
+    ) -> None:
+        """Raises LayerError if a forward waits for a later stage that may wait for a gradient of
+        this one: in its backward of an earlier minibatch, which comes in a later call here.
+        """
+        stage = self._core.stage
+        for one in begun:
+            first, end, where = one.gradients_to_later or (0, 0, "")
+            if first <= stage < min(end, key.source):
+                raise LayerError(
+                    f"`{place.label}` ({place.line}) at stage {stage} needs what stage"
+                    f" {key.source} computes for the same batch, and stage {end} needs a gradient"
+                    f" of stage {first}, since {where} uses there what a later stage has computed"
+                    " or used before. With an asynchronous schedule each would wait for the other."
+                    " Let values that need a gradient go to later stages only: use another"
+                    " partition, compute what an earlier stage has to compute before later layers"
+                    " are called, `detach()` it, or use schedule='1f1b'."
+                )
 
 
 class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):

@@ -73,6 +73,8 @@ class SuspendableMicrobatch(Microbatch):
         self.waits_for: tuple[Key, Place] | None = None
         """While it is suspended: the message that it waits for; ``None`` if it waits for the end of
         all earlier steps."""
+        self.latest_wait: tuple[Key, Place] | None = None
+        """The message of the latest stage that the step has needed here, if that is a later one."""
         self.level, self.used, self.changed = 0, set[str](), set[str]()
         self._tails, self._live = tails, live
         self._stalled_at = ""
@@ -98,6 +100,9 @@ class SuspendableMicrobatch(Microbatch):
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message; other microbatches run meanwhile."""
         is_in_step = getcurrent() is self._greenlet and not self.is_in_backward
+        latest = self.stage if self.latest_wait is None else self.latest_wait[0].source
+        if is_in_step and key.source > latest:
+            self.latest_wait = key, place
         if is_in_step and not torch.is_inference_mode_enabled() and not self._has(key):
             self._suspend((key, place))
         if self.is_in_backward and self.timer is not None:

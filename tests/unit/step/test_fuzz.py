@@ -31,7 +31,7 @@ Check = Callable[[Program], Outcome]
     ("part", "check", "share"),
     [
         *((part, check, 0.85) for part in range(PARTS)),
-        *((part, fuzz_asynchronous.check, 0.5) for part in range(PARTS // 3)),
+        *((part, fuzz_asynchronous.check, 0.4) for part in range(PARTS // 3)),
     ],
 )
 def test_random_programs_train_the_bits_of_a_plain_loop(
@@ -184,7 +184,7 @@ def _keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _waits_for_what_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsynchronousEngine, "_wait", Engine._wait)
+    monkeypatch.setattr(AsynchronousEngine, "_require_no_gradient_to_later", lambda *_: None)
 
 
 @pytest.mark.parametrize(
