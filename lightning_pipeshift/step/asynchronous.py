@@ -68,7 +68,7 @@ class AsynchronousEngine(Engine):
         self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
     ) -> None:
         super()._advance(microbatch, flight, tails)
-        # Even if nobody has had to wait this time.
+        # The same step may have to wait in one run and not in another: both end with the error.
         if microbatch.is_done and microbatch.latest_wait is not None:
             self._require_no_gradient_to_later([microbatch], *microbatch.latest_wait)
 

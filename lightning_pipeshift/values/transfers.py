@@ -76,8 +76,8 @@ class Transfers(NotedProgram):
         self._token = torch.zeros((), device=self.core.device, requires_grad=True)
         self._has_ends = False
         self.gradients_to_later: tuple[int, int, str] | None = None
-        """An earlier stage, a later one that waits for a gradient of its, and what uses the value
-        there."""
+        """The first stage that sends a gradient to a later stage, the last stage that receives such
+        a gradient, and the operation or layer that uses the value there."""
         self.first_gradient: tuple[Key, Place] | None = None
         """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
 
@@ -175,8 +175,10 @@ class Transfers(NotedProgram):
         account.memory.has_returned |= stage == account.owner
         key = self._key(stage, Kind.GRADIENT)
         if stage < last:
-            first, end, _ = self.gradients_to_later or (stage, last, "")
-            where = f"`{label}` ({user_line()})"
+            first, end, where = self.gradients_to_later or (last, stage, "")
+            if stage < first or last > end:
+                # Only then: to find the user's line takes time.
+                where = f"`{label}` ({user_line()})"
             self.gradients_to_later = min(first, stage), max(end, last), where
         if self.stage not in (last, stage):
             return
