@@ -236,6 +236,7 @@ class Engine:
         root_of: Callable[[Any, int], Any] | None = None,
         before_last_backward: Callable[[], object] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
+        num_ahead: int = 1,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -249,12 +250,13 @@ class Engine:
                 microbatches.
             before_last_backward: called on this stage before its last backward.
             timers: time the layers of some microbatches.
+            num_ahead: how many runs a stage may be ahead of another one.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
         """
         core = self._core
-        core.begin()
+        core.begin(num_ahead=num_ahead)
         find_root = root_of or partial(_part_of_mean, len(batches))
         flight = Flight(row)
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)

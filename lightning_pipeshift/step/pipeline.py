@@ -53,6 +53,8 @@ from lightning_pipeshift.values.gathering import (
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
+EVALUATIONS_AHEAD = 4
+"""How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
 
@@ -576,7 +578,9 @@ class ValuePipeline(Pipeline):
         self._prepare(key, step, batch, (), final)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
-        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
+        ((result, logs),) = self._in_step(
+            purpose, step_number, [batch], function, row, num_ahead=EVALUATIONS_AHEAD
+        )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
         each_step = any(log.options.get("on_step") for log in logs)

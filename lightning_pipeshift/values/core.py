@@ -340,15 +340,17 @@ class Core:
             self._memories = {storage_key_of(x) for x in held if not x.is_meta}
         return storage_key_of(tensor) in self._memories
 
-    def begin(self, num_under_way: int = 0) -> None:
+    def begin(self, num_under_way: int = 0, num_ahead: int = 1) -> None:
         """Begins a run of microbatches. Every stage calls this.
 
         Args:
             num_under_way: how many runs before it may not be over, here or on another stage.
+            num_ahead: how many runs a stage may be ahead of another one, besides. By default, code
+                behind a run may still run elsewhere.
         """
         self._memories = None
         self.num_steps += 1
-        self.mailbox.forget(self.num_steps - num_under_way, self.num_steps)
+        self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:
             self.mailbox.pass_phase()
             self.switched.clear()
