@@ -240,8 +240,8 @@ class Engine:
         root_of: Callable[[Any, int], Any] | None = None,
         before_last_backward: Callable[[], object] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
-        num_ahead: int = 1,
         saves_of: Callable[[int], Saves | None] = lambda _: None,
+        num_ahead: int = 1,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -255,9 +255,9 @@ class Engine:
                 microbatches.
             before_last_backward: called on this stage before its last backward.
             timers: time the layers of some microbatches.
-            num_ahead: how many runs a stage may be ahead of another one.
             saves_of: makes what keeps the tensors that autograd saves of a microbatch; ``None``:
                 autograd does.
+            num_ahead: how many runs a stage may be ahead of another one.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.

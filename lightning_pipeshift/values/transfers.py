@@ -85,6 +85,8 @@ class Transfers(NotedProgram):
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
+        if self.core.awaits:
+            self.core.before_parameter(tensor)
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]
