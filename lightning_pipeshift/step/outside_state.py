@@ -208,10 +208,10 @@ def _inside(x: Any) -> Any:
 
 
 @cache
-def _is_of_python(cls: type) -> bool:
+def _is_of_python(cls: Any) -> bool:
     """Whether objects of a class have no state outside of their attributes."""
-    is_heap_type = 1 << 9
-    return cls.__reduce__ is object.__reduce__ and all(
+    is_heap_type, reduce = 1 << 9, object.__reduce__
+    return cls.__reduce__ is reduce and all(
         each.__flags__ & is_heap_type for each in cls.__mro__ if each is not object
     )
 

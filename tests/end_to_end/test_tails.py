@@ -298,15 +298,20 @@ class InTheTrainer(OnBothSides):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self.trainer.num_seen = 0
+        self.kept.num_seen = 0
+
+    @property
+    def kept(self) -> Any:
+        """The Trainer."""
+        return self.trainer
 
     def get(self) -> float:
         """See OnBothSides."""
-        return self.trainer.num_seen
+        return self.kept.num_seen
 
     def add(self) -> None:
         """See OnBothSides."""
-        self.trainer.num_seen += 1
+        self.kept.num_seen += 1
 
 
 class Counter(L.Callback):
@@ -325,7 +330,8 @@ class InACallback(OnBothSides):
     @property
     def counter(self) -> Any:
         """The callback."""
-        return next(x for x in self.trainer.callbacks if isinstance(x, Counter))
+        trainer: Any = self.trainer
+        return next(x for x in trainer.callbacks if isinstance(x, Counter))
 
     def get(self) -> float:
         """See OnBothSides."""
