@@ -42,6 +42,7 @@ from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
     Structure,
@@ -118,6 +119,8 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls of layers and operations."""
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
@@ -200,6 +203,7 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not getattr(self.root, "automatic_optimization", True):
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
