@@ -23,7 +23,7 @@ def _texts() -> str:
     return "\n".join(
         "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
         if isinstance(node, ast.JoinedStr)
-        else node.value
+        else str(node.value)
         for path in (ROOT / "lightning_pipeshift").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.JoinedStr)
