@@ -238,7 +238,9 @@ class ValuePipeline(Pipeline):
         """Begins to learn what steps use behind their reads, which depends on who owns what."""
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._tails = None
+        if not is_alone:
+            self._tails = Tails(self.core, self.messages.append, objects=_objects_around(self.root))
         self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
@@ -693,6 +695,16 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
+
+
+def _objects_around(module: Any) -> dict[str, Any]:
+    """What a step may use besides its module, by descriptions."""
+    trainer = getattr(module, "_trainer", None)
+    found = {"the Trainer": trainer, "the data module": getattr(trainer, "datamodule", None)}
+    for name in ("callbacks", "loggers"):
+        for each in getattr(trainer, name, ()):
+            found[f"the {name[:-1]} `{type(each).__name__}`"] = each
+    return {what: x for what, x in found.items() if x is not None}
 
 
 def _of_its_own(leaf: Any) -> Any:
