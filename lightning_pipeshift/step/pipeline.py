@@ -384,6 +384,8 @@ class ValuePipeline(Pipeline):
         core.note(outside)
         with self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = list(core.called)
         self._begin_outside()
         return results
 
