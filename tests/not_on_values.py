@@ -17,7 +17,6 @@ ON_VALUES = os.environ.get("PIPESHIFT_CORE") == "values"
 KINDS = {
     "migration": "layers that change their owners in the middle of a step, or with their ranks",
     "memory": "MemoryCompression, and memory plans",
-    "recomputation": "plans that recompute layers",
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
     "evaluation": "stages that evaluate successive batches at once, and keep none",
@@ -128,17 +127,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "optimizer_state": (),
         "pipeline_timeline": ("tensors_that_are_swapped_are_recorded",),
         "waiting_weights": (),
-    },
-    "recomputation": {
-        "memory_peaks": (
-            "nothing_waits_for_the_garbage_collector[how1-None-0-1]",
-            "nothing_waits_for_the_garbage_collector[how1-None-0-2]",
-            "nothing_waits_for_the_garbage_collector[how2-None-100-1]",
-            "nothing_waits_for_the_garbage_collector[how2-None-100-2]",
-        ),
-        "one_device": ("a_backward_that_would_not_be_called_is_refused[strategy1]",),
-        "planning_command": ("a_plan_names_ranks_and_what_is_recomputed",),
-        "step_group": ("a_step_finds_one_replica[how1]",),
     },
     "measured": {
         "asynchronous": (

@@ -110,7 +110,6 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
                 settings.is_asynchronous and not is_automatic,
             ),
             ("MemoryCompression", settings.memory is not None),
-            ("recompute='full'", settings.recompute == "full"),
             (
                 f"schedule={settings.schedule!r} and LayerMigration",
                 settings.is_asynchronous and settings.watch is not None,

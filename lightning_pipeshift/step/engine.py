@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -32,6 +33,7 @@ from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generato
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import run_by, running, user_line
 
 
@@ -91,6 +93,8 @@ class SuspendableMicrobatch(Microbatch):
         self.flags = {x: x.requires_grad for x in self.core.switched}
         if self._tails is not None:
             self._tails.end_step()
+        if self.saves is not None:
+            self.saves.end_forward()
         self.is_done = True
 
     def advance(self) -> None:
@@ -236,6 +240,7 @@ class Engine:
         root_of: Callable[[Any, int], Any] | None = None,
         before_last_backward: Callable[[], object] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
+        saves_of: Callable[[int], Saves | None] = lambda _: None,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -249,6 +254,8 @@ class Engine:
                 microbatches.
             before_last_backward: called on this stage before its last backward.
             timers: time the layers of some microbatches.
+            saves_of: makes what keeps the tensors that autograd saves of a microbatch; ``None``:
+                autograd does.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
@@ -278,6 +285,7 @@ class Engine:
             )
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)
+            microbatch.saves = saves_of(turn)
             everything.append(microbatch)
             return microbatch
 
@@ -370,7 +378,8 @@ class Engine:
 
     def _run_backward(self, flight: Flight) -> bool:
         """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
-        is there or nothing else can run; returns whether it did.
+        is there or nothing else can run; while it waits for that, its layers that have to run again
+        before it. Returns whether it did anything.
         """
         todo, done = flight.todo, flight.done
         at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
@@ -378,8 +387,12 @@ class Engine:
         if at is None or microbatch is None:
             return False
         first = microbatch.first_gradient
-        if first is not None and not self._core.mailbox.has(first[0]) and (flight.live or at):
-            return False
+        if first is not None and not self._core.mailbox.has(first[0]):
+            if microbatch.saves is not None and microbatch.saves.may_recompute:
+                self._recompute(microbatch, microbatch.saves)
+                return True
+            if flight.live or at:
+                return False
         action = todo[at]
         del todo[at]
         del done[microbatch.order]
@@ -391,6 +404,16 @@ class Engine:
                 microbatch.backward(microbatch.root)
         microbatch.root = None
         return True
+
+    def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:
+        action = Action(Kind.RECOMPUTE, microbatch.order)
+        with (
+            self._around(action),
+            self._core.trained_as(microbatch.flags),
+            run_by(None),
+            without_torch_function_of_subclasses(),
+        ):
+            saves.run_again()
 
     def _wait(self, flight: Flight) -> None:
         live, done = flight.live, flight.done

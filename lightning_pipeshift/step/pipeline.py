@@ -54,6 +54,7 @@ from lightning_pipeshift.values.gathering import (
     require_same_program,
 )
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
@@ -236,10 +237,12 @@ class ValuePipeline(Pipeline):
         # Nothing has to be known of a step before it runs: the first plan is final.
         optimizers = list(self.find_optimizers())
         super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
-        if any(self.plan.recompute):
+        if any(self.plan.recompute) and not self._is_automatic:
             raise PlanError(
-                "The plan recomputes layers, which `core='values'` does not do yet. Use"
-                " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
+                "The plan recomputes layers, and with manual optimization the step calls `backward`"
+                " itself, as soon as it has the loss. Use a plan without 'recompute', or"
+                " `recompute='none'`; or checkpoint the layers in the step"
+                " (`torch.utils.checkpoint`)."
             )
         self._called -= self._idle
         if self._idle:
@@ -270,7 +273,7 @@ class ValuePipeline(Pipeline):
             self.core.learn_from(self._known)
             self._known = None
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
-        if not getattr(self.root, "automatic_optimization", True):
+        if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
                 self.core.parameter_owners.setdefault(use.parameter, 0)
@@ -287,6 +290,11 @@ class ValuePipeline(Pipeline):
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether backwards and the optimizer's steps are Lightning's."""
+        return getattr(self.root, "automatic_optimization", True)
 
     def _owners(self) -> Callable[[int, int], int]:
         stage_of = self.plan.placement.stages(self.vm)
@@ -415,7 +423,6 @@ class ValuePipeline(Pipeline):
             what
             for what, is_found in (
                 ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("recomputation", any(plan.recompute)),
                 ("new owners from the middle of a step on", bool(from_microbatch)),
                 (
                     "moves of weights that several layers share, with manual optimization",
@@ -437,7 +444,7 @@ class ValuePipeline(Pipeline):
         """
         assert self.holdings is not None
         old, new = (each.placement.stages(self.vm) for each in (self.plan, plan))
-        return not getattr(self.root, "automatic_optimization", True) and any(
+        return not self._is_automatic and any(
             use.is_shared and any(old[layer] != new[layer] for layer in use.layers)
             for use in self.holdings.uses
         )
@@ -557,6 +564,7 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
             profiler.timers(sizes) if is_measured else {},
+            self._saves,
         )
         profiler.end_step()
         begin_gradients(True)
@@ -565,6 +573,11 @@ class ValuePipeline(Pipeline):
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
+
+    def _saves(self, turn: int) -> Saves | None:
+        """What keeps the tensors that autograd saves of a microbatch."""
+        recompute = self.plan.recomputations(self.vm)
+        return Saves(self._trace_cache.gates, recompute) if recompute else None
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.

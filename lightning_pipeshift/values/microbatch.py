@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import (
     BackwardHook,
@@ -21,7 +22,11 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.user_state.random_streams import (
+    drawing_from,
+    numbered_seed,
+    stream_seed,
+)
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
@@ -32,6 +37,7 @@ from lightning_pipeshift.values.contract import Contract, other_numbers
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
     call_hooks,
+    flagged_as,
     flagged_in,
     flags_of,
     hearing,
@@ -39,7 +45,8 @@ from lightning_pipeshift.values.layer_contracts import (
     set_flags,
     with_backward_hooks,
 )
-from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
+from lightning_pipeshift.values.layer_state import Attribute, run_twice, with_state
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -85,11 +92,13 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
+        self.saves: Saves | None = None
+        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
         super().release()
-        self.gradients = None
+        self.gradients = self.saves = None
 
     # --- operations between layers ---
 
@@ -225,6 +234,15 @@ class Microbatch(Calls):
         if is_bare and (contract is None or not contract.is_bare):
             is_bare, all_args = False, ((), *args)
 
+        @contextmanager
+        def again() -> Iterator[None]:
+            draws_on_host = contract is None or contract.draws_on_host
+            with (
+                flagged_as(flagged, flags),
+                drawing_from(core.generators, draws_on_host, numbered_seed(*stream)),
+            ):
+                yield
+
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
             forward = core.forwards[number]
@@ -232,13 +250,19 @@ class Microbatch(Calls):
                 forward = with_backward_hooks(forward, hooks)
             if not is_bare:
                 forward = hearing(layer, forward, hooked)
-            if recomputes:
+            saves = None if recomputes else self.saves
+            runs_twice = recomputes or (saves is not None and number in saves.recompute)
+            if runs_twice:
                 # The second run, in the backward, needs the tensors of other stages, too.
-                again = partial(_called_with, layer, forward, others) if others else forward
-                forward = recomputed(layer, again, state)
+                forward = partial(_called_with, layer, forward, others) if others else forward
+                forward = run_twice(layer, forward, state, again)
+            if recomputes:
+                forward = partial(checkpoint, forward, use_reentrant=False)
+            elif saves is not None:
+                forward = partial(saves.layer, number, forward)
             if not is_bare:
                 forward = with_state(layer, forward, state, watch, changed)
-            if others and not recomputes:
+            if others and not runs_twice:
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
             if self.timer is not None:
