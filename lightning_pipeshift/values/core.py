@@ -131,8 +131,8 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
-        self.called: dict[int, None] = {}
-        """The layers in the order of their first calls."""
+        self.called: dict[int, list[int]] = {}
+        """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""
@@ -357,6 +357,7 @@ class Core:
             num_under_way: how many runs before it may not be over, here or on another stage.
         """
         self._memories = None
+        self.called.clear()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps - num_under_way, self.num_steps)
         if not num_under_way:
