@@ -141,12 +141,23 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     "late": {
         "late_updates": (
             "an_update_has_the_options_of_its_own_step_with_every_optimizer",
-            "hooks_between_two_steps_see_and_change_updated_parameters",
             "layers_move_between_late_updates",
-            "models_of_every_kind_train_the_same_bits",
-            "nothing_saves_a_model_of_which_some_layers_are_updated",
-            "options_of_the_trainer",
-            "the_modules_own_code_sees_updated_parameters",
+            *(
+                f"models_of_every_kind_train_the_same_bits[{name}]"
+                for name in (
+                    "gpt2",
+                    "buffers_of_its_own",
+                    "parameter_groups",
+                    "parametrized",
+                    "frozen_front",
+                    "masked_tokens",
+                    "hooks",
+                )
+            ),
+            *(
+                f"options_of_the_trainer[{name}]"
+                for name in ("plugins", "precision0", "precision1")
+            ),
         ),
         "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
     },

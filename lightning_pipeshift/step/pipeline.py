@@ -538,7 +538,6 @@ class ValuePipeline(Pipeline):
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step: see :class:`Pipeline`."""
-        given = replace(given, leaves_late=False)
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         self.planning.note_samples(sum(size for _, size in slices))
