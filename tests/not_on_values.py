@@ -148,7 +148,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
                     "gpt2",
                     "buffers_of_its_own",
                     "parameter_groups",
-                    "parametrized",
                     "frozen_front",
                     "masked_tokens",
                     "hooks",
