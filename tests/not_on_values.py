@@ -19,7 +19,6 @@ KINDS = {
     "memory": "MemoryCompression, and memory plans",
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
-    "evaluation": "stages that evaluate successive batches at once, and keep none",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
@@ -37,21 +36,13 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "asynchronous": (
             "a_decision_is_announced_when_its_last_part_is_in_force",
             "a_decision_that_is_refused_is_not_announced",
-            "a_run_resumed_in_an_epoch_ends_with_the_same_bits[async-2bw]",
-            "an_average_at_the_end_of_epochs_is_that_of_the_reference",
             "layers_leave_a_slow_stage_by_measured_times[partition1-True]",
-            "layers_of_several_virtual_machines_move",
             "nobody_waits_for_others_to_hear_of_a_decision",
-            "over_slow_links_layers_move_in_parts",
-            "shared_parameters_are_as_old_as_on_their_first_stage",
             "the_best_move_that_keeps_shared_weights_where_they_are[partition1-True]",
-            "the_bits_of_the_reference",
-            "the_old_owner_frees_what_has_moved_and_a_move_too_late_is_said",
-            "two_versions_of_the_weights_have_the_same_bits_on_every_split",
-            "what_is_asked_for_meanwhile_replaces_the_parts_that_have_not_begun",
         ),
-        "asynchronous_faults": (),
-        "asynchronous_interruptions": (),
+        "asynchronous_interruptions": (
+            "sigterm_at_each_minibatch_around_a_move[way4-async-2bw-4-True]",
+        ),
         "changing_plans": (
             "one_step_runs_on_two_owners",
             "random_moves_change_no_bit",
@@ -160,9 +151,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "the_modules_own_code_sees_updated_parameters",
         ),
         "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
-    },
-    "evaluation": {
-        "evaluation": ("stages_work_on_successive_batches_at_once",),
     },
     "device": {
         "shared_memory": (

@@ -305,10 +305,22 @@ class Microbatch(Calls):
             return result
 
         stream = self._next_stream("a layer")
+        if core.awaits and stage == self.stage:
+            core.before_layer(number)
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(
-            run, all_args, kwargs, arguments, contract, stage, label, stream, parameters, number
+            run,
+            all_args,
+            kwargs,
+            arguments,
+            contract,
+            stage,
+            label,
+            stream,
+            parameters,
+            has_buffers=bool(core.buffers[number]),
+            layer=number,
         )
         result = self._call(call)
         if not is_bare:
