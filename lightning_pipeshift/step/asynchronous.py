@@ -311,7 +311,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
-        microbatch.saves = self._saves(number)
+        microbatch.saves = self._saves(number, part.batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:

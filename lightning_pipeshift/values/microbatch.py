@@ -46,7 +46,6 @@ from lightning_pipeshift.values.layer_contracts import (
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, run_twice, with_state
-from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -92,13 +91,11 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
-        self.saves: Saves | None = None
-        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
         super().release()
-        self.gradients = self.saves = None
+        self.gradients = None
 
     # --- operations between layers ---
 
@@ -127,6 +124,8 @@ class Microbatch(Calls):
         def run(_: Any, run_args: Any, run_kwargs: Any) -> Any:
             core.operation = label
             try:
+                if self.saves is not None:
+                    return self.saves.operation(function, run_args, run_kwargs)
                 return function(*run_args, **run_kwargs)
             finally:
                 core.operation = None
