@@ -17,7 +17,7 @@ from lightning_pipeshift.compat.torch_private import is_compiled_module, without
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PlanError, some_of
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
@@ -31,8 +31,10 @@ from lightning_pipeshift.model.saved.saved_tensors import (
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.flow import call_order
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
@@ -50,6 +52,7 @@ from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
@@ -133,18 +136,74 @@ class ValuePipeline(Pipeline):
         self._places: dict[Action, int] = {}
         """Of the actions in the step's row."""
         self._where = Where()
+        self._known: Core | None = None
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
+        self._idle: frozenset[int] = frozenset()
+        """The layers that no step calls, as far as that is known before the first one."""
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
 
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        layers = [gate.layer for gate in self._trace_cache.gates]
+        cache = self._trace_cache
+        found = self._run_without_values(key, step, batch)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self.replicas.world.share_object(
+            call_order([layer for layer, _, _ in found.calls], len(cache.gates)), source=0
+        )
+        if order != sorted(order):
+            cache.gates = [cache.gates[index] for index in order]
+            for index, gate in enumerate(cache.gates):
+                gate.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self._known = found.core
+        layers = [gate.layer for gate in cache.gates]
+        is_known = trains and not found.end and not found.draws
+        idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
+        idle, crossings = self.replicas.world.share_object((idle, found.crossings()), source=0)
+        self._idle = idle
         uses = parameter_uses(self.root, layers, {}, None)
-        figures = {
-            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-            for at, layer in enumerate(layers)
-        }
-        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
+        self._is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(idle, Figures(0.0))
+        return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
+
+    def _run_without_values(
+        self, key: Key, step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        if not self._looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self.root)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with self.streams.switched(*key), in_step:
+            states = self.streams.torch_states()
+            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
+            found.draws = self.streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self.streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for layer, leaves, rebuild in found.calls:
+                gate = self._trace_cache.gates[layer]
+                with preserved(gate.layer.modules()):
+                    stopwatch.observe_call(gate, leaves, rebuild)
+        return stopwatch.figures
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     @property
     def _traces_steps(self) -> bool:
@@ -195,7 +254,10 @@ class ValuePipeline(Pipeline):
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
-        if self.settings.plan is None:
+        self._called -= self._idle
+        if self._idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=layers, prediction=None)
@@ -217,6 +279,9 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if self._known is not None:
+            self.core.learn_from(self._known)
+            self._known = None
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
@@ -466,9 +531,9 @@ class ValuePipeline(Pipeline):
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
-            self.core.result_bytes.clear()
+        self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()

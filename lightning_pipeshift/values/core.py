@@ -135,6 +135,14 @@ class Core:
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 
+    def learn_from(self, other: Core) -> None:
+        """Takes what another core of the same layers, in any order, knows of calls."""
+        self.contracts, self._fakes = other.contracts, other._fakes
+        self._kinds, self._num_kinds = other._kinds, other._num_kinds
+        self.finder.fake_mode = other.finder.fake_mode
+        for layer, state in zip(other.layers, other.states, strict=True):
+            self.add_state(self.number[layer], set(state))
+
     def place(self, owners: Owners) -> None:
         """Changes the owners of layers. Every stage calls this between two runs, when the tensors
         of these layers are where the new owners are.

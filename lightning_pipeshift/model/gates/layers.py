@@ -32,6 +32,10 @@ _STAGES_DIFFER = 4
 # may be split into more layers for more stages, and still draws the same numbers.
 MOST_OPENED = 8
 
+# On values, where a layer has one random stream: small models become as many layers as this, on any
+# number of stages.
+FEWEST_LAYERS = 4
+
 
 def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     """The layers of ``root`` by qualified name, in the order of the module tree.
