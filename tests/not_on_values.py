@@ -134,7 +134,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "predictions_are_of_measured_steps_and_the_same_on_all_ranks",
             "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
         ),
-        "changing_plans": ("layers_that_no_step_calls_are_no_work",),
         "slow_links": (),
         "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
         "planning_command": (
@@ -143,7 +142,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "stage_orders": (
             "a_first_order_that_makes_steps_slower_is_undone",
-            "an_order_that_is_best_stays",
             "each_virtual_machine_has_an_order_of_its_own",
             "ranks_change_places_when_the_first_steps_have_been_measured",
             "the_first_plan_has_the_best_order",

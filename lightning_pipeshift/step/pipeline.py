@@ -161,7 +161,11 @@ class ValuePipeline(Pipeline):
         layers = [gate.layer for gate in cache.gates]
         is_known = trains and not found.end and not found.draws
         idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
-        idle, crossings = self.replicas.world.share_object((idle, found.crossings()), source=0)
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        idle, crossings = self.replicas.world.share_object((idle, crossings), source=0)
         self._idle = idle
         uses = parameter_uses(self.root, layers, {}, None)
         figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
