@@ -110,9 +110,8 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_lives_is_within_the_budget",
         ),
         "memory_trial": (),
-        "optimizer_state": (),
         "pipeline_timeline": ("tensors_that_are_swapped_are_recorded",),
-        "waiting_weights": (),
+        "waiting_weights": ("a_model_with_a_tied_head",),
     },
     "measured": {
         "asynchronous": (

@@ -209,7 +209,11 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        todo, later = (
+            [one for one in each if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+            for each in (row, ahead)
+        )
+        self._begin_row((*todo, *later))
         self._flight.todo.extend(todo)
         self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
 
@@ -374,5 +378,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _end_drain(self) -> None:
         assert self.core is not None
         self._leave_tails()
+        self._end_row()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
         self._gathered(*self._begin_gathering(None))

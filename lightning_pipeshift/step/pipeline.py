@@ -34,7 +34,7 @@ from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.flow import call_order
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
@@ -68,6 +68,8 @@ from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
 
 
 class _Recorder(LogRecorder):
@@ -148,9 +150,17 @@ class ValuePipeline(Pipeline):
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
         cache = self._trace_cache
         found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
         # Every rank has run its own batch; what the first rank has found counts.
         order = self.replicas.world.share_object(
-            call_order([layer for layer, _, _ in found.calls], len(cache.gates)), source=0
+            call_order(
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(cache.gates)
+            ),
+            source=0,
         )
         if order != sorted(order):
             cache.gates = [cache.gates[index] for index in order]
@@ -179,7 +189,7 @@ class ValuePipeline(Pipeline):
         return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
 
     def _run_without_values(
-        self, key: Key, step: UserStep, batch: Any, known: Core | None = None
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
     ) -> FakeRun:
         layers = [gate.layer for gate in self._trace_cache.gates]
         if not self._looks_ahead:
@@ -406,6 +416,8 @@ class ValuePipeline(Pipeline):
         core.note(outside)
         with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = list(core.called)
         self._begin_outside()
         return results
 

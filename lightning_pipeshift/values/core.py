@@ -131,6 +131,8 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
+        self.called: dict[int, None] = {}
+        """The layers in the order of their first calls."""
         self._memories: set[int] | None = None
         self.operation: str | None = None
         """The operation that runs at this stage now."""

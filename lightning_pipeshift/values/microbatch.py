@@ -175,6 +175,7 @@ class Microbatch(Calls):
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        self.core.called[number] = None
         self.enters_layer(number)
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 

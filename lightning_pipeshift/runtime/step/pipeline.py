@@ -233,7 +233,7 @@ class Pipeline:
             # Random streams are those of layers, so more stages must not mean more layers.
             given = settings.plan and len(settings.plan.layers)
             num_layers = given or num_layers_in(settings.partition) or FEWEST_LAYERS
-        layers = find_layers(root, num_layers)
+        layers = find_layers(root, num_layers, settings.core == "values")
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:

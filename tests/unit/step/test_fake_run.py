@@ -159,7 +159,7 @@ def test_what_is_an_effect(tmp_path: Path) -> None:
         for effect in (
             lambda: print("text"),
             lambda: file.write("text"),
-            lambda: Path(name).open("a"),  # noqa: SIM115
+            lambda: Path(name).write_text("text"),
             lambda: Path(name).unlink(),
             lambda: queue.Queue[int]().put(1),
             lambda: queue.SimpleQueue[int]().put(1),
