@@ -54,6 +54,7 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserS
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
     Structure,
@@ -143,6 +144,8 @@ class ValuePipeline(Pipeline):
         """Whether layers were timed before the first step."""
         self._idle: frozenset[int] = frozenset()
         """The layers that no step calls, as far as that is known before the first one."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls of layers and operations."""
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
@@ -296,6 +299,7 @@ class ValuePipeline(Pipeline):
         if self._known is not None:
             self.core.learn_from(self._known)
             self._known = None
+        self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
@@ -328,7 +332,9 @@ class ValuePipeline(Pipeline):
         """Begins to learn what steps use behind their reads, which depends on who owns what."""
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._tails = None
+        if not is_alone:
+            self._tails = Tails(self.core, self.messages.append, objects=_objects_around(self.root))
         self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
@@ -837,6 +843,16 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
+
+
+def _objects_around(module: Any) -> dict[str, Any]:
+    """What a step may use besides its module, by descriptions."""
+    trainer = getattr(module, "_trainer", None)
+    found = {"the Trainer": trainer, "the data module": getattr(trainer, "datamodule", None)}
+    for name in ("callbacks", "loggers"):
+        for each in getattr(trainer, name, ()):
+            found[f"the {name[:-1]} `{type(each).__name__}`"] = each
+    return {what: x for what, x in found.items() if x is not None}
 
 
 def _of_its_own(leaf: Any) -> Any:
