@@ -25,7 +25,6 @@ KINDS = {
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, and functions that are given layers",
-    "anomaly": "the layer and the microbatch of the first value that is no number",
     "layers": "small models of which the other core makes fewer layers, as examples show",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
@@ -203,13 +202,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
-        ),
-    },
-    "anomaly": {
-        "anomaly": (
-            "infinite_values_are_told_and_go_on",
-            "on_one_stage",
-            "the_first_that_is_no_number_is_named",
         ),
     },
     "trace": {

@@ -304,7 +304,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -318,6 +322,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
