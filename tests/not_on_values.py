@@ -19,13 +19,11 @@ KINDS = {
     "memory": "MemoryCompression, and memory plans",
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
-    "evaluation": "stages that evaluate successive batches at once, and keep none",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, and functions that are given layers",
-    "anomaly": "the layer and the microbatch of the first value that is no number",
     "layers": "small models of which the other core makes fewer layers, as examples show",
     "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
@@ -136,9 +134,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
     },
-    "evaluation": {
-        "evaluation": ("stages_work_on_successive_batches_at_once",),
-    },
     "device": {
         "shared_memory": (
             "a_shared_gradient_crosses_once_in_each_direction",
@@ -186,13 +181,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
-        ),
-    },
-    "anomaly": {
-        "anomaly": (
-            "infinite_values_are_told_and_go_on",
-            "on_one_stage",
-            "the_first_that_is_no_number_is_named",
         ),
     },
     "trace": {

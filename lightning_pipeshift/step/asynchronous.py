@@ -373,6 +373,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                 microbatch.first_gradient = None
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
+        core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )

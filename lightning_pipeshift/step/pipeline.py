@@ -67,6 +67,8 @@ from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
+EVALUATIONS_AHEAD = 4
+"""How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
 # How often a step that skips layers at random is run to find their order.
@@ -314,6 +316,7 @@ class ValuePipeline(Pipeline):
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
         holdings.is_common = lambda buffer: buffer not in parameter_owners
+        self.late_updates.await_before = self.core.await_before
         self._begin_engine()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
@@ -397,7 +400,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -411,6 +418,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
@@ -443,6 +451,8 @@ class ValuePipeline(Pipeline):
         listeners: list[ActionListener] = [
             each for each in (self.recorder_of_actions, self._store) if each is not None
         ]
+        if self.late_updates.is_pending:
+            self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
             for listener in listeners:
                 listener.begin_action(place, action)
@@ -474,6 +484,16 @@ class ValuePipeline(Pipeline):
             store.device_bytes if store is not None else None,
             0.0 if device.type == "cpu" else total_memory(device),
         )
+
+    def _update_before(self, action: Action) -> None:
+        """Makes late updates that are due anyway; before a backward, all: of layers that the step
+        has not called, too.
+        """
+        with run_by(None):
+            if action.kind is Kind.FORWARD:
+                self.late_updates.begin_action(0, action)
+            else:
+                self.late_updates.finish()
 
     # --- training ---
 
@@ -510,6 +530,8 @@ class ValuePipeline(Pipeline):
 
     def _change_owners(self, given: TrainingBatch) -> None:
         """Puts the plan in force whose layers have been prepared for it, between two steps."""
+        if self.changes.last is not None:
+            self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
@@ -538,6 +560,7 @@ class ValuePipeline(Pipeline):
             part: its first microbatch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
         key = self._key("train", given.step_number, 0)
@@ -630,6 +653,8 @@ class ValuePipeline(Pipeline):
         )
         profiler.end_step()
         self._end_row()
+        # Where there was no backward.
+        self.late_updates.finish()
         begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
@@ -743,7 +768,9 @@ class ValuePipeline(Pipeline):
         self._prepare(key, step, batch, (), final)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
-        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
+        ((result, logs),) = self._in_step(
+            purpose, step_number, [batch], function, row, num_ahead=EVALUATIONS_AHEAD
+        )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
         each_step = any(log.options.get("on_step") for log in logs)

@@ -19,6 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
@@ -91,6 +92,8 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
+        self.finite = finite_check((core.seed, "", core.step_number, turn), core.stage)
+        """With torch's anomaly mode: looks for values that are no numbers."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
@@ -275,7 +278,11 @@ class Microbatch(Calls):
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
             versions = versions_in(others.values())
+            if self.finite is not None:
+                self.finite.given(label, (run_args, run_kwargs))
             result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
+            if self.finite is not None:
+                self.finite.returned(label, (run_args, run_kwargs), leaves_of(result))
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:
@@ -300,12 +307,14 @@ class Microbatch(Calls):
             return result
 
         stream = self._next_stream("a layer")
+        if core.awaits and stage == self.stage:
+            core.before_layer(number)
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(
             run, all_args, kwargs, arguments, contract, stage, label, stream, parameters, number
         )
-        result = self._call(call)
+        result = self._call(call._replace(has_buffers=True) if core.buffers[number] else call)
         if not is_bare:
             ((result, heard), after, more), left = result
             if left:
@@ -377,6 +386,9 @@ class Microbatch(Calls):
                         roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
                     )
             except RuntimeError as error:
+                found = None if self.finite is None else self.finite.backward(error)
+                if found is not None:
+                    raise found from error
                 if "modified by an inplace operation" not in str(error):
                     raise
                 raise LayerError(
