@@ -162,10 +162,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "compiled": {
-        "compiled": (
-            "every_split_and_policy_trains_the_same[HasConditions]",
-            "layers_are_compiled_once_and_not_their_gates",
-        ),
+        "compiled": ("every_split_and_policy_trains_the_same[HasConditions]",),
     },
     "data": {
         "averages": (
@@ -199,11 +196,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
-        ),
-        "shown": (
-            "every_rank_writes_its_profilers_report",
-            "sums_over_virtual_machines_are_timed",
-            "the_stages_are_shown_where_the_model_is",
         ),
         "unmodified": ("following_leaves_no_trace",),
     },

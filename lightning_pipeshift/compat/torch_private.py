@@ -230,12 +230,27 @@ def without_compiling() -> AbstractContextManager[Any]:
     """A context, in force from now on, in which what ``torch.compile`` has compiled runs as it was
     written. Cheap if nothing has been compiled so far.
     """
-    # Optimizers import the compiler, too, and register that they are not to be compiled: None.
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None or not any(dynamo.eval_frame.cached_backends.values()):
+    if not has_compiled():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+def with_compiling() -> AbstractContextManager[Any]:
+    """A context inside of :func:`without_compiling`, in force from now on, in which torch compiles
+    again.
+    """
+    if not has_compiled():
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default")
+    return stance
+
+
+def has_compiled() -> bool:
+    """Whether torch may have compiled anything in this process."""
+    # Optimizers import the compiler, too, and register that they are not to be compiled: None.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(dynamo.eval_frame.cached_backends.values())
 
 
 COMPILED_CALL: Final = "_compiled_call_impl"

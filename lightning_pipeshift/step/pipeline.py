@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
+from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PlanError, some_of
@@ -73,6 +73,7 @@ EVALUATIONS_AHEAD = 4
 _SECONDS_PER_BYTE = 1e-9
 # How often a step that skips layers at random is run to find their order.
 _MOST_DRAWS = 8
+WAIT = "[PipeShift] wait for other stages"
 
 
 class _Recorder(LogRecorder):
@@ -289,6 +290,7 @@ class ValuePipeline(Pipeline):
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
+        mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
             self.root,
             [gate.layer for gate in self._trace_cache.gates],
@@ -309,9 +311,6 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
-        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
-            names = some_of([repr(name) for name in compiled])
-            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
@@ -439,7 +438,7 @@ class ValuePipeline(Pipeline):
     def _running_steps(self) -> Iterator[None]:
         assert self.core is not None
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
+        # A compiler follows neither values nor the parameters' class: see `Core.compiling`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
@@ -741,7 +740,8 @@ class ValuePipeline(Pipeline):
         self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
     ) -> Report:
         """The report of a step, on every stage."""
-        found, is_last_batch = self._gathered(everything, posted)
+        with self._profile(WAIT):
+            found, is_last_batch = self._gathered(everything, posted)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, [], is_last_batch)
         report.stops = given.stops()

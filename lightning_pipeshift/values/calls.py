@@ -230,7 +230,8 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account, call.has_buffers)
+            # A layer may return a buffer, and write to it later.
+            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
         return self.new_value(spec, account)
 
     def _values(

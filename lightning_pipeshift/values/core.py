@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     set_hook_tables,
     storage_key_of,
+    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
@@ -131,6 +132,8 @@ class Core:
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
+        self._classes: dict[Tensor, type] = {}
+        """Their own."""
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -141,6 +144,8 @@ class Core:
         self.called: dict[int, None] = {}
         """The layers in the order of their first calls."""
         self._memories: set[int] | None = None
+        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context of code in which no one watches attributes of modules."""
         self.calls: CallWatch | None = None
         """Is told of all calls."""
         self.operation: str | None = None
@@ -368,7 +373,7 @@ class Core:
             return
         self._place_forwards()
         placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
+        self._classes = classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
         for tensor, cls in classes.items():
@@ -384,6 +389,20 @@ class Core:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
+                tensor.__class__ = cls
+
+    @contextmanager
+    def compiling(self, number: int) -> Iterator[None]:
+        """Context in which code of a layer may be compiled: its tensors have their own classes."""
+        own = [x for _, x in self.parameters[number]] + self.buffers[number]
+        classes = [(tensor, type(tensor)) for tensor in own]
+        for tensor in own:
+            tensor.__class__ = self._classes.get(tensor, type(tensor))
+        try:
+            with self.unwatched(), with_compiling():
+                yield
+        finally:
+            for tensor, cls in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:
