@@ -158,6 +158,8 @@ class ValuePipeline(Pipeline):
         found = self._run_without_values(key, step, batch)
         calls = [found.calls]
         while found.draws and len(calls) < _MOST_DRAWS:
+            if len({layer for each in calls for layer, _, _ in each}) == len(cache.gates):
+                break
             # Other microbatches show the places of layers that this one skips at random.
             again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
             calls.append(again.calls)
@@ -430,7 +432,7 @@ class ValuePipeline(Pipeline):
         with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
         if not self._looks_ahead:
-            self.order = list(core.called)
+            self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
 

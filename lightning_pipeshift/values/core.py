@@ -141,8 +141,8 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
-        self.called: dict[int, None] = {}
-        """The layers in the order of their first calls."""
+        self.called: dict[int, list[int]] = {}
+        """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
         """The context of code in which no one watches attributes of modules."""
@@ -424,6 +424,7 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
+        self.called.clear()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:

@@ -187,7 +187,8 @@ class Microbatch(Calls):
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
-        self.core.called[number] = None
+        if self._is_alone:
+            self.core.called.setdefault(self.turn, []).append(number)
         self.enters_layer(number)
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 

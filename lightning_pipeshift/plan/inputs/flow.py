@@ -191,7 +191,7 @@ def merged(flows: Sequence[Flow]) -> Flow:
     return Flow(tuple(Call(layer, 0, (), empty) for layer in order), empty, empty, empty)
 
 
-def merged_order(calls: Sequence[Sequence[int]]) -> Sequence[int]:
+def merged_order(calls: Sequence[Sequence[int]]) -> list[int]:
     """Each layer that any of several steps calls, once, in an order that agrees with all of them;
     otherwise undetermined positions are in the order of the indices.
 
@@ -221,4 +221,4 @@ def merged_order(calls: Sequence[Sequence[int]]) -> Sequence[int]:
             num_before[layer] -= 1
             if not num_before[layer]:
                 heappush(ready, layer)
-    return order if len(order) == len(after) else calls[0]
+    return order if len(order) == len(after) else list(dict.fromkeys(calls[0]))

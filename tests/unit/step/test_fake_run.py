@@ -28,6 +28,7 @@ class Model(nn.Module):
         self.first, self.middle = nn.Linear(4, 8), nn.Linear(8, 8)
         self.seen: list[Any] = []
         self.mean = torch.zeros(4)
+        self.total: Any
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Any:
@@ -90,7 +91,7 @@ def test_everything_is_as_before() -> None:
         COUNTS["steps"] += 1
         model.seen.append(x)
         model.count = 1  # type: ignore[assignment]
-        model.total += 1  # type: ignore[operator, assignment]
+        model.total.add_(1)
         y = model(x)
         model.mean[:2] = 1.0
         model.mean += y.mean()
@@ -108,7 +109,7 @@ def test_everything_is_as_before() -> None:
     assert type(model.mean) is Tensor
     assert type(model.total) is Tensor
     assert model.mean.tolist() == [0.0] * 4
-    assert float(model.total) == 0.0
+    assert model.total.item() == 0.0
     assert not model.idle.weight.requires_grad
     assert model.first.training
     assert type(model.first.weight) is nn.Parameter
