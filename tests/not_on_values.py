@@ -124,7 +124,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "predictions_are_of_measured_steps_and_the_same_on_all_ranks",
             "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
         ),
-        "changing_plans": ("layers_that_no_step_calls_are_no_work",),
         "slow_links": (),
         "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
         "planning_command": (
@@ -133,7 +132,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "stage_orders": (
             "a_first_order_that_makes_steps_slower_is_undone",
-            "an_order_that_is_best_stays",
             "each_virtual_machine_has_an_order_of_its_own",
             "ranks_change_places_when_the_first_steps_have_been_measured",
             "the_first_plan_has_the_best_order",
@@ -179,10 +177,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "compiled": {
-        "compiled": (
-            "every_split_and_policy_trains_the_same[HasConditions]",
-            "layers_are_compiled_once_and_not_their_gates",
-        ),
+        "compiled": ("every_split_and_policy_trains_the_same[HasConditions]",),
     },
     "data": {
         "averages": (
@@ -216,11 +211,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
             "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
-        ),
-        "shown": (
-            "every_rank_writes_its_profilers_report",
-            "sums_over_virtual_machines_are_timed",
-            "the_stages_are_shown_where_the_model_is",
         ),
         "unmodified": ("following_leaves_no_trace",),
     },

@@ -114,7 +114,6 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
                 f"schedule={settings.schedule!r} and LayerMigration",
                 settings.is_asynchronous and settings.watch is not None,
             ),
-            ("a run that only measures", settings.only_measures),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",
                 num_vms > 1 and not is_automatic,

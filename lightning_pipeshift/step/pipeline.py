@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
+from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
@@ -25,8 +25,10 @@ from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
@@ -41,6 +43,7 @@ from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
@@ -59,6 +62,9 @@ EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
+WAIT = "[PipeShift] wait for other stages"
 
 
 class _Recorder(LogRecorder):
@@ -122,6 +128,11 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self._known: Core | None = None
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
+        self._idle: frozenset[int] = frozenset()
+        """The layers that no step calls, as far as that is known before the first one."""
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
@@ -129,13 +140,78 @@ class ValuePipeline(Pipeline):
         """Layers run at their owners in steps only: nothing is installed."""
 
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        layers = [gate.layer for gate in self._trace_cache.gates]
+        cache = self._trace_cache
+        found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            if len({layer for each in calls for layer, _, _ in each}) == len(cache.gates):
+                break
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self.replicas.world.share_object(
+            call_order(
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(cache.gates)
+            ),
+            source=0,
+        )
+        if order != sorted(order):
+            cache.gates = [cache.gates[index] for index in order]
+            for index, gate in enumerate(cache.gates):
+                gate.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self._known = found.core
+        layers = [gate.layer for gate in cache.gates]
+        is_known = trains and not found.end and not found.draws
+        idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        idle, crossings = self.replicas.world.share_object((idle, crossings), source=0)
+        self._idle = idle
         uses = parameter_uses(self.root, layers, {}, None)
-        figures = {
-            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-            for at, layer in enumerate(layers)
-        }
-        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
+        self._is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(idle, Figures(0.0))
+        return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
+
+    def _run_without_values(
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        if not self._looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self.root)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with self.streams.switched(*key), in_step:
+            states = self.streams.torch_states()
+            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
+            found.draws = self.streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self.streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for layer, leaves, rebuild in found.calls:
+                gate = self._trace_cache.gates[layer]
+                with preserved(gate.layer.modules()):
+                    stopwatch.observe_call(gate, leaves, rebuild)
+        return stopwatch.figures
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     @property
     def _traces_steps(self) -> bool:
@@ -186,7 +262,10 @@ class ValuePipeline(Pipeline):
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
-        if self.settings.plan is None:
+        self._called -= self._idle
+        if self._idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=layers, prediction=None)
@@ -199,6 +278,7 @@ class ValuePipeline(Pipeline):
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
+        mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
             self.root,
             [gate.layer for gate in self._trace_cache.gates],
@@ -208,6 +288,9 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if self._known is not None:
+            self.core.learn_from(self._known)
+            self._known = None
         self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
@@ -216,9 +299,6 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
-        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
-            names = some_of([repr(name) for name in compiled])
-            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
@@ -337,6 +417,8 @@ class ValuePipeline(Pipeline):
         core.note(outside)
         with self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
 
@@ -344,7 +426,7 @@ class ValuePipeline(Pipeline):
     def _running_steps(self) -> Iterator[None]:
         assert self.core is not None
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
+        # A compiler follows neither values nor the parameters' class: see `Core.compiling`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
@@ -450,9 +532,9 @@ class ValuePipeline(Pipeline):
         self.changes.after_step(given, [], report)
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
-            self.core.result_bytes.clear()
+        self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
@@ -593,7 +675,8 @@ class ValuePipeline(Pipeline):
         self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
     ) -> Report:
         """The report of a step, on every stage."""
-        found, is_last_batch = self._gathered(everything, posted)
+        with self._profile(WAIT):
+            found, is_last_batch = self._gathered(everything, posted)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, [], is_last_batch)
         report.stops = given.stops()

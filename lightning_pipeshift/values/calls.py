@@ -63,7 +63,6 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
-        has_buffers: whether the layer has buffers, which it may return, and write to later.
         layer: its number; ``None`` for an operation.
     """
 
@@ -76,7 +75,6 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
-    has_buffers: bool = False
     layer: int | None = None
 
 
@@ -230,7 +228,8 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account, call.has_buffers)
+            # A layer may return a buffer, and write to it later.
+            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
         return self.new_value(spec, account)
 
     def _values(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import (
     BackwardHook,
+    has_compiled,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -187,6 +188,8 @@ class Microbatch(Calls):
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        if self._is_alone:
+            self.core.called.setdefault(self.turn, []).append(number)
         self.enters_layer(number)
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 
@@ -220,6 +223,7 @@ class Microbatch(Calls):
             core.own_hooks(number),
         )
         known = core.contracts.get(key)
+        is_new = known is None
         if known is None:
             if core.find_flagged(number):
                 return self._called(number, args, kwargs, hooks)
@@ -256,6 +260,9 @@ class Microbatch(Calls):
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
             forward = core.forwards[number]
+            if is_new or has_compiled():
+                # The first call may be the first that torch compiles (`torch.cond` does).
+                forward = core.compiling(number)(forward)
             if hooks is not None:
                 forward = with_backward_hooks(forward, hooks)
             if not is_bare:
@@ -312,9 +319,19 @@ class Microbatch(Calls):
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(
-            run, all_args, kwargs, arguments, contract, stage, label, stream, parameters, number
+            run,
+            all_args,
+            kwargs,
+            arguments,
+            contract,
+            stage,
+            label,
+            stream,
+            parameters,
+            has_buffers=bool(core.buffers[number]),
+            layer=number,
         )
-        result = self._call(call._replace(has_buffers=True) if core.buffers[number] else call)
+        result = self._call(call)
         if not is_bare:
             ((result, heard), after, more), left = result
             if left:
