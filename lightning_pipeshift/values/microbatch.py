@@ -327,7 +327,6 @@ class Microbatch(Calls):
             label,
             stream,
             parameters,
-            has_buffers=bool(core.buffers[number]),
             layer=number,
         )
         result = self._call(call)
