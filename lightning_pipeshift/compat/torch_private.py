@@ -22,7 +22,7 @@ import torch
 import torch.nn.modules.module as torch_modules
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
@@ -392,7 +392,7 @@ def renew_hooks(tensor: Tensor) -> None:
 
 def is_without_memory(value: Any) -> bool:
     """Whether a value is a tensor that only has a shape: while a compiler traces a function."""
-    return isinstance(value, _FakeTensor | _FunctionalTensor)
+    return isinstance(value, FakeTensor | _FunctionalTensor)
 
 
 def top_saved_hooks() -> Any:

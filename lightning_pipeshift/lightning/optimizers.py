@@ -73,7 +73,7 @@ def why_state_stays(optimizers: Sequence[Optimizer]) -> str:
 
 
 def check_known(
-    optimizers: Sequence[Optimizer], root: nn.Module, is_known: Callable[[Tensor], bool]
+    optimizers: Sequence[Optimizer], root: nn.Module, is_known: Callable[[Any], bool]
 ) -> None:
     """Raises LayerError if an optimizer has a parameter that the model did not have when its layers
     were distributed: no stage computes its gradient.

@@ -124,7 +124,8 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
-        self.num_steps = 0
+        self.num_steps = self.step_number = 0
+        """How many runs have begun; the number of the user's step that runs, for messages."""
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
         self.backward_hooks: dict[int, BackwardHook] = {}
@@ -140,6 +141,8 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
+        self.called: dict[int, list[int]] = {}
+        """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
         """The context of code in which no one watches attributes of modules."""
@@ -147,6 +150,14 @@ class Core:
         """Is told of all calls."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
+
+    def learn_from(self, other: Core) -> None:
+        """Takes what another core of the same layers, in any order, knows of calls."""
+        self.contracts, self._fakes = other.contracts, other._fakes
+        self._kinds, self._num_kinds = other._kinds, other._num_kinds
+        self.finder.fake_mode = other.finder.fake_mode
+        for layer, state in zip(other.layers, other.states, strict=True):
+            self.add_state(self.number[layer], set(state))
 
     def place(self, owners: Owners) -> None:
         """Changes the owners of layers. Every stage calls this between two runs, when the tensors
@@ -413,6 +424,7 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
+        self.called.clear()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:
