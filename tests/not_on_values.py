@@ -25,7 +25,6 @@ KINDS = {
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, and functions that are given layers",
     "layers": "small models of which the other core makes fewer layers, as examples show",
-    "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
 
@@ -175,25 +174,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
         ),
-    },
-    "trace": {
-        "bad_input": (
-            "what_no_stage_would_train_is_refused_with_any_schedule[TrainsAStranger]",
-            "a_cut_across_which_values_would_travel_back",
-            "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
-            "layers_inside_one_stage_are_held_to_the_same_rules",
-        ),
-        "branches": (
-            "a_step_is_followed_again_for_another_branch_only",
-            "what_no_stage_can_know_in_time_is_an_error[how1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
-        ),
-        "unmodified": ("following_leaves_no_trace",),
     },
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
