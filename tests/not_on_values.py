@@ -189,9 +189,7 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     "kept": {
         "averages": (
             "a_run_goes_on_from_a_checkpoint_on_another_split[dict in the step-False]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[called again]",
             "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
-            "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
         ),
     },
