@@ -19,7 +19,6 @@ KINDS = {
     "memory": "MemoryCompression, and memory plans",
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
-    "evaluation": "stages that evaluate successive batches at once, and keep none",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
@@ -152,9 +151,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "the_modules_own_code_sees_updated_parameters",
         ),
         "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
-    },
-    "evaluation": {
-        "evaluation": ("stages_work_on_successive_batches_at_once",),
     },
     "device": {
         "shared_memory": (

@@ -241,6 +241,7 @@ class Engine:
         before_last_backward: Callable[[], object] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
         saves_of: Callable[[int], Saves | None] = lambda _: None,
+        num_ahead: int = 1,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -256,12 +257,13 @@ class Engine:
             timers: time the layers of some microbatches.
             saves_of: makes what keeps the tensors that autograd saves of a microbatch; ``None``:
                 autograd does.
+            num_ahead: how many runs a stage may be ahead of another one.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
         """
         core = self._core
-        core.begin()
+        core.begin(num_ahead=num_ahead)
         find_root = root_of or partial(_part_of_mean, len(batches))
         flight = Flight(row)
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)

@@ -27,7 +27,7 @@ from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, 
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
@@ -54,6 +54,8 @@ from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
+EVALUATIONS_AHEAD = 4
+"""How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
 
@@ -217,6 +219,7 @@ class ValuePipeline(Pipeline):
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
         holdings.is_common = lambda buffer: buffer not in parameter_owners
+        self.late_updates.await_before = self.core.await_before
         self._begin_engine()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
@@ -337,6 +340,8 @@ class ValuePipeline(Pipeline):
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
         recorder = self.recorder_of_actions
+        if self.late_updates.is_pending:
+            self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
             if recorder is not None:
                 recorder.begin_action(0, action)
@@ -344,6 +349,16 @@ class ValuePipeline(Pipeline):
             if recorder is not None:
                 recorder.end_action(action)
         self.channels.num_done += 1
+
+    def _update_before(self, action: Action) -> None:
+        """Makes late updates that are due anyway; before a backward, all: of layers that the step
+        has not called, too.
+        """
+        with run_by(None):
+            if action.kind is Kind.FORWARD:
+                self.late_updates.begin_action(0, action)
+            else:
+                self.late_updates.finish()
 
     # --- training ---
 
@@ -380,6 +395,8 @@ class ValuePipeline(Pipeline):
 
     def _change_owners(self, given: TrainingBatch) -> None:
         """Puts the plan in force whose layers have been prepared for it, between two steps."""
+        if self.changes.last is not None:
+            self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
@@ -408,6 +425,7 @@ class ValuePipeline(Pipeline):
             part: its first microbatch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
         key = self._key("train", given.step_number, 0)
@@ -496,6 +514,8 @@ class ValuePipeline(Pipeline):
             self._saves,
         )
         profiler.end_step()
+        # Where there was no backward.
+        self.late_updates.finish()
         begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
@@ -589,7 +609,9 @@ class ValuePipeline(Pipeline):
         self._prepare(key, step, batch, (), final)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
-        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
+        ((result, logs),) = self._in_step(
+            purpose, step_number, [batch], function, row, num_ahead=EVALUATIONS_AHEAD
+        )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
         each_step = any(log.options.get("on_step") for log in logs)

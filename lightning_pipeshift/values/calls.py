@@ -63,6 +63,7 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
+        has_buffers: whether the layer has buffers, which it may return, and write to later.
     """
 
     function: Callable[..., Any]
@@ -74,6 +75,7 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
+    has_buffers: bool = False
 
 
 class Calls(Transfers):
@@ -119,6 +121,9 @@ class Calls(Transfers):
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()
+            for at in range(len(arguments.tensors)) if contract is None else contract.written:
+                if type(arguments.tensors[at]) in PLACED:
+                    self.copy_offers(arguments.tensors[at])
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with without_torch_function_of_subclasses():
             with run_by(None):
@@ -202,7 +207,7 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account)
+            self.offer(account, call.has_buffers)
         return self.new_value(spec, account)
 
     def _values(

@@ -42,7 +42,7 @@ from lightning_pipeshift.values.layer_contracts import (
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
+from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, run_by, running
 
 # How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
 # a contract for each, and a setting that changes in each step makes a kind each.
@@ -110,6 +110,11 @@ class Core:
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
+        self._layers_with: dict[Tensor, list[int]] = {}
+        for number in range(len(self.layers)):
+            for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
+                self._layers_with.setdefault(tensor, []).append(number)
+        self._awaited: dict[int, dict[Callable[[int], object], None]] = {}
         self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
@@ -145,6 +150,43 @@ class Core:
         for number in reversed(range(len(self.layers))):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
                 self.parameter_owners[tensor] = owners(number, 0)
+
+    # --- what the first use of a layer awaits ---
+
+    def await_before(self, number: int, wait: Callable[[int], object]) -> None:
+        """Makes the next use of a layer at this stage wait: for the update of its weights, or for
+        its weights themselves, from another stage or from the host.
+
+        A use is a call of the layer, also between two steps, and an operation on, a read of, or the
+        sending of one of its parameters and buffers, by whatever code has it. It is the first that
+        waits; who wants the one after to wait, too, calls this again. Other code than steps (hooks
+        between two of them, the optimizer, a checkpoint) uses the tensors without the core: who
+        calls this sees to that, as :class:`LateUpdates` does, which watches torch's functions.
+
+        Args:
+            number: of the layer.
+            wait: called once, with this number, before the use: it returns when the layer can be
+                used. No step runs in it (tensors are plain), and it may write to the layer's
+                tensors, but not call layers; what of torch's modes the step has set is in force.
+                What it raises ends the step. Given twice, it is called once.
+        """
+        self._awaited.setdefault(number, {})[wait] = None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the use of any layer has to wait."""
+        return bool(self._awaited)
+
+    def before_layer(self, number: int) -> None:
+        """Called before a layer is used at this stage: see :meth:`await_before`."""
+        with run_by(None), without_torch_function_of_subclasses():
+            for wait in self._awaited.pop(number, ()):
+                wait(number)
+
+    def before_parameter(self, tensor: Tensor) -> None:
+        """Called before a parameter or a buffer is used as a value at this stage."""
+        for number in self._layers_with.get(tensor, ()):
+            self.before_layer(number)
 
     def shared_state(self) -> list[Tensor]:
         """The buffers that several layers have, or that a stage has written to which does not own
@@ -340,15 +382,17 @@ class Core:
             self._memories = {storage_key_of(x) for x in held if not x.is_meta}
         return storage_key_of(tensor) in self._memories
 
-    def begin(self, num_under_way: int = 0) -> None:
+    def begin(self, num_under_way: int = 0, num_ahead: int = 1) -> None:
         """Begins a run of microbatches. Every stage calls this.
 
         Args:
             num_under_way: how many runs before it may not be over, here or on another stage.
+            num_ahead: how many runs a stage may be ahead of another one, besides. By default, code
+                behind a run may still run elsewhere.
         """
         self._memories = None
         self.num_steps += 1
-        self.mailbox.forget(self.num_steps - num_under_way, self.num_steps)
+        self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:
             self.mailbox.pass_phase()
             self.switched.clear()

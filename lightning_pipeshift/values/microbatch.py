@@ -292,10 +292,12 @@ class Microbatch(Calls):
             return result
 
         stream = self._next_stream("a layer")
+        if core.awaits and stage == self.stage:
+            core.before_layer(number)
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
-        result = self._call(call)
+        result = self._call(call._replace(has_buffers=True) if core.buffers[number] else call)
         if not is_bare:
             ((result, heard), after, more), left = result
             if left:
