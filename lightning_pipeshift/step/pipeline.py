@@ -400,7 +400,16 @@ class ValuePipeline(Pipeline):
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
-        self._finish_change()
+        core, migration = self.core, self.changes.migration
+        assert core is not None
+        if migration is None:
+            return
+        if not self._is_automatic or given.keeps_gradients:
+            # The step itself updates the weights, or adds to the gradients.
+            self._finish_change()
+            return
+        for layer in migration.awaited:
+            core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
         super()._finish_change()
@@ -456,6 +465,8 @@ class ValuePipeline(Pipeline):
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
+        # Optimizers' state may arrive until now, and the weights of layers that were not called.
+        self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given, report, len(slices))
         return report
