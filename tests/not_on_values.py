@@ -230,16 +230,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "sums_over_virtual_machines_are_timed",
             "the_stages_are_shown_where_the_model_is",
         ),
-        "testing": (
-            "a_clean_model",
-            "a_model_that_is_never_the_same",
-            "the_command_says_what_differs",
-            "what_differs_is_named[logged value-found2]",
-            "what_differs_is_named[loss-found1]",
-            "what_differs_is_named[optimizer state-None]",
-            "what_is_refused_is_told_with_the_reason",
-            "what_one_stage_refuses_is_not_split",
-        ),
         "unmodified": ("following_leaves_no_trace",),
     },
 }

@@ -42,6 +42,7 @@ from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
     Structure,
@@ -121,6 +122,8 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls of layers and operations."""
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
@@ -205,6 +208,7 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
@@ -238,7 +242,9 @@ class ValuePipeline(Pipeline):
         """Begins to learn what steps use behind their reads, which depends on who owns what."""
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._tails = None
+        if not is_alone:
+            self._tails = Tails(self.core, self.messages.append, objects=_objects_around(self.root))
         self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
@@ -367,7 +373,6 @@ class ValuePipeline(Pipeline):
             what
             for what, is_found in (
                 ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("new owners from the middle of a step on", bool(from_microbatch)),
                 (
                     "moves of weights that several layers share, with manual optimization",
                     self._moves_shared(plan),
@@ -380,7 +385,8 @@ class ValuePipeline(Pipeline):
                 f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
                 " training runs yet. Use `core='trace'`, or start a run with the new plan."
             )
-        super()._request(plan, from_microbatch)
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        super()._request(plan, 0 if from_microbatch else from_microbatch)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
@@ -722,6 +728,16 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
+
+
+def _objects_around(module: Any) -> dict[str, Any]:
+    """What a step may use besides its module, by descriptions."""
+    trainer = getattr(module, "_trainer", None)
+    found = {"the Trainer": trainer, "the data module": getattr(trainer, "datamodule", None)}
+    for name in ("callbacks", "loggers"):
+        for each in getattr(trainer, name, ()):
+            found[f"the {name[:-1]} `{type(each).__name__}`"] = each
+    return {what: x for what, x in found.items() if x is not None}
 
 
 def _of_its_own(leaf: Any) -> Any:

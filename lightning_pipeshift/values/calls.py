@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,11 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
+<<<<<<< HEAD
         has_buffers: whether the layer has buffers, which it may return, and write to later.
+=======
+        layer: its number; ``None`` for an operation.
+>>>>>>> moves
     """
 
     function: Callable[..., Any]
@@ -75,7 +79,32 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
+<<<<<<< HEAD
     has_buffers: bool = False
+=======
+    layer: int | None = None
+
+
+class CallWatch(Protocol):
+    """Is told of what steps run."""
+
+    def called(self, program: Calls, call: Call, result: Any) -> None:
+        """A layer or an operation has been called.
+
+        Args:
+            program: which called it.
+            call: the call.
+            result: with values.
+        """
+
+    def read(self, program: Calls, label: str) -> None:
+        """Values are read into Python.
+
+        Args:
+            program: which reads them.
+            label: the name of the function that does.
+        """
+>>>>>>> moves
 
 
 class Calls(Transfers):

@@ -29,6 +29,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
     NoBackwardHook,
@@ -137,6 +138,8 @@ class Core:
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
         self._memories: set[int] | None = None
+        self.calls: CallWatch | None = None
+        """Is told of all calls."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 

@@ -108,6 +108,8 @@ class Microbatch(Calls):
         if special is not None:
             return special(self, *args, **kwargs)
         if function in READS:
+            if self.core.calls is not None:
+                self.core.calls.read(self, name_of(function))
             return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
@@ -132,6 +134,12 @@ class Microbatch(Calls):
                 core.operation = None
 
         return self._call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    def _call(self, call: Call) -> Any:
+        result = super()._call(call)
+        if self.core.calls is not None:
+            self.core.calls.called(self, call, result)
+        return result
 
     def _next_stream(self, name: str) -> tuple[int, int]:
         """The random stream of the next call of a name: see :class:`Call`."""
@@ -296,8 +304,15 @@ class Microbatch(Calls):
             core.before_layer(number)
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
+<<<<<<< HEAD
         call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
         result = self._call(call._replace(has_buffers=True) if core.buffers[number] else call)
+=======
+        call = Call(
+            run, all_args, kwargs, arguments, contract, stage, label, stream, parameters, number
+        )
+        result = self._call(call)
+>>>>>>> moves
         if not is_bare:
             ((result, heard), after, more), left = result
             if left:
