@@ -471,8 +471,9 @@ class ValuePipeline(Pipeline):
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
-        # Optimizers' state may arrive until now, and the weights of layers that were not called.
-        self._finish_change()
+        if self.changes.migration is not None:
+            # Optimizers' state may arrive until now, and weights of layers that were not called.
+            self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given, report, len(slices))
         return report

@@ -63,11 +63,8 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
-<<<<<<< HEAD
         has_buffers: whether the layer has buffers, which it may return, and write to later.
-=======
         layer: its number; ``None`` for an operation.
->>>>>>> moves
     """
 
     function: Callable[..., Any]
@@ -79,9 +76,7 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
-<<<<<<< HEAD
     has_buffers: bool = False
-=======
     layer: int | None = None
 
 
@@ -104,7 +99,6 @@ class CallWatch(Protocol):
             program: which reads them.
             label: the name of the function that does.
         """
->>>>>>> moves
 
 
 class Calls(Transfers):
@@ -236,7 +230,8 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account, call.has_buffers)
+            # A layer may return a buffer, and write to it later.
+            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
         return self.new_value(spec, account)
 
     def _values(

@@ -304,15 +304,20 @@ class Microbatch(Calls):
             core.before_layer(number)
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
-<<<<<<< HEAD
-        call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
-        result = self._call(call._replace(has_buffers=True) if core.buffers[number] else call)
-=======
         call = Call(
-            run, all_args, kwargs, arguments, contract, stage, label, stream, parameters, number
+            run,
+            all_args,
+            kwargs,
+            arguments,
+            contract,
+            stage,
+            label,
+            stream,
+            parameters,
+            has_buffers=bool(core.buffers[number]),
+            layer=number,
         )
         result = self._call(call)
->>>>>>> moves
         if not is_bare:
             ((result, heard), after, more), left = result
             if left:

@@ -317,7 +317,6 @@ class Asks(pl.Callback):
             return
         plan, (first, second) = strategy.plan, strategy.plan.ranks[0]
         for given in (
-            (plan, 1),
             (replace(plan, ranks=((second, first),)), 0),
             (replace(plan, recompute=((0,),)), 0),
         ):
@@ -335,8 +334,7 @@ def asked() -> Any:
 def test_what_cannot_change_between_steps_is_refused_and_training_goes_on() -> None:
     for counts, said in run_ranks(asked, 2):
         assert counts == [(4, 4)] * 4
-        middle, order, again = said
-        assert "from the middle of a step on" in middle
+        order, again = said
         assert "another order of the ranks" in order
         assert "recomputation" in again
 
