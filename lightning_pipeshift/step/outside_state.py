@@ -195,7 +195,8 @@ def _inside(x: Any) -> Any:
         return (*cells, *(x.__defaults__ or ()), *vars(x).values())
     if isinstance(x, types.MethodType | types.BuiltinMethodType):
         return (x.__self__,)
-    slots = [name for cls in type(x).__mro__ for name in _slots_of(cls)]
+    cls: Any = type(x)
+    slots = [name for each in cls.__mro__ for name in _slots_of(each)]
     parts = tuple(getattr(x, name, _ABSENT) for name in slots)
     space = getattr(x, "__dict__", None)
     if isinstance(space, dict):
@@ -204,7 +205,7 @@ def _inside(x: Any) -> Any:
         return (*parts, *dict.keys(x), *dict.values(x))
     if isinstance(x, list | tuple | deque | set | frozenset):
         return (*parts, *x)
-    return parts if x is _ABSENT or (_is_of_python(type(x)) and (slots or space)) else None
+    return parts if x is _ABSENT or (_is_of_python(cls) and (slots or space)) else None
 
 
 @cache

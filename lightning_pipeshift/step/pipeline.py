@@ -13,34 +13,46 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
+from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.devices.properties import total_memory
+from lightning_pipeshift.errors import BudgetError, PlanError, some_of
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.parameters.uses import parameter_uses
-from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.saved.saved_tensors import (
+    SavedTable,
+    addresses_of,
+    bytes_of,
+    resident_in,
+)
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
@@ -52,13 +64,16 @@ from lightning_pipeshift.values.gathering import (
     require_same_program,
 )
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.saves import Saves
+from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
+WAIT = "[PipeShift] wait for other stages"
 
 
 class _Recorder(LogRecorder):
@@ -122,6 +137,16 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self._store: ActivationStore | None = None
+        """While a training step runs, what keeps its saved tensors within the budget."""
+        self._places: dict[Action, int] = {}
+        """Of the actions in the step's row."""
+        self._where = Where()
+        self._known: Core | None = None
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
+        self._idle: frozenset[int] = frozenset()
+        """The layers that no step calls, as far as that is known before the first one."""
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
@@ -129,13 +154,78 @@ class ValuePipeline(Pipeline):
         """Layers run at their owners in steps only: nothing is installed."""
 
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        layers = [gate.layer for gate in self._trace_cache.gates]
+        cache = self._trace_cache
+        found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            if len({layer for each in calls for layer, _, _ in each}) == len(cache.gates):
+                break
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self.replicas.world.share_object(
+            call_order(
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(cache.gates)
+            ),
+            source=0,
+        )
+        if order != sorted(order):
+            cache.gates = [cache.gates[index] for index in order]
+            for index, gate in enumerate(cache.gates):
+                gate.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self._known = found.core
+        layers = [gate.layer for gate in cache.gates]
+        is_known = trains and not found.end and not found.draws
+        idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        idle, crossings = self.replicas.world.share_object((idle, crossings), source=0)
+        self._idle = idle
         uses = parameter_uses(self.root, layers, {}, None)
-        figures = {
-            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-            for at, layer in enumerate(layers)
-        }
-        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
+        self._is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(idle, Figures(0.0))
+        return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
+
+    def _run_without_values(
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        if not self._looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self.root)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with self.streams.switched(*key), in_step:
+            states = self.streams.torch_states()
+            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
+            found.draws = self.streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self.streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for layer, leaves, rebuild in found.calls:
+                gate = self._trace_cache.gates[layer]
+                with preserved(gate.layer.modules()):
+                    stopwatch.observe_call(gate, leaves, rebuild)
+        return stopwatch.figures
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     @property
     def _traces_steps(self) -> bool:
@@ -186,7 +276,10 @@ class ValuePipeline(Pipeline):
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
-        if self.settings.plan is None:
+        self._called -= self._idle
+        if self._idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=layers, prediction=None)
@@ -199,6 +292,7 @@ class ValuePipeline(Pipeline):
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
+        mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
             self.root,
             [gate.layer for gate in self._trace_cache.gates],
@@ -208,6 +302,9 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if self._known is not None:
+            self.core.learn_from(self._known)
+            self._known = None
         self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
@@ -216,9 +313,6 @@ class ValuePipeline(Pipeline):
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
-        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
-            names = some_of([repr(name) for name in compiled])
-            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
@@ -307,7 +401,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -321,6 +419,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
@@ -330,8 +429,10 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._running_steps():
+        with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
 
@@ -339,22 +440,51 @@ class ValuePipeline(Pipeline):
     def _running_steps(self) -> Iterator[None]:
         assert self.core is not None
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
+        # A compiler follows neither values nor the parameters' class: see `Core.compiling`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        recorder = self.recorder_of_actions
+        # Layers run again where their backward would.
+        done = replace(action, kind=Kind.BACKWARD) if action.kind is Kind.RECOMPUTE else action
+        place = self._places.get(done, 0)
+        listeners: list[ActionListener] = [
+            each for each in (self.recorder_of_actions, self._store) if each is not None
+        ]
         if self.late_updates.is_pending:
             self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
-            if recorder is not None:
-                recorder.begin_action(0, action)
-            yield
-            if recorder is not None:
-                recorder.end_action(action)
+            for listener in listeners:
+                listener.begin_action(place, action)
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise self._explained(error, action) from error
+            for listener in reversed(listeners):
+                listener.end_action(action)
         self.channels.num_done += 1
+
+    def _begin_row(self, row: Row) -> None:
+        """Called with a training step's actions on this stage, before the first of them."""
+        self._store = self.memory.store if self.memory is not None else None
+        if self._store is not None:
+            self._store.begin_step(row)
+            self._places = {action: place for place, action in enumerate(row)}
+
+    def _end_row(self) -> None:
+        self._store, self._places = None, {}
+
+    def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
+        device, store = self.channels.device, self._store
+        return explained(
+            error,
+            f"stage {self.channels.stage}",
+            str(action),
+            self._where.layer_under_way,
+            store.device_bytes if store is not None else None,
+            0.0 if device.type == "cpu" else total_memory(device),
+        )
 
     def _update_before(self, action: Action) -> None:
         """Makes late updates that are due anyway; before a backward, all: of layers that the step
@@ -447,16 +577,18 @@ class ValuePipeline(Pipeline):
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._votes.before_step(given, [])
         self._change_owners(given)
+        self._follow_moves_with_memory()
 
     def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step(given, [], report)
         self.changes.after_step(given, [], report)
+        self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
-            self.core.result_bytes.clear()
+        self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
@@ -520,6 +652,7 @@ class ValuePipeline(Pipeline):
         if len(slices) > 1:
             self._batch_metrics.begin()
         profiler.begin_step()
+        self._begin_row(row[self.channels.stage])
         self._in_step(
             "train",
             given.step_number,
@@ -529,9 +662,10 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
             profiler.timers(sizes) if is_measured else {},
-            self._saves,
+            lambda turn: self._saves(turn, slices[turn][0], is_first=not turn),
         )
         profiler.end_step()
+        self._end_row()
         # Where there was no backward.
         self.late_updates.finish()
         begin_gradients(True)
@@ -541,10 +675,30 @@ class ValuePipeline(Pipeline):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
 
-    def _saves(self, turn: int) -> Saves | None:
-        """What keeps the tensors that autograd saves of a microbatch."""
-        recompute = self.plan.recomputations(self.vm)
-        return Saves(self._trace_cache.gates, recompute) if recompute else None
+    def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
+        """What keeps the tensors that autograd saves of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            batch: its part of the batch.
+            is_first: whether it is the first one of the step.
+        """
+        recompute, profiler = self.plan.recomputations(self.vm), self.planning.profiler
+        is_observed = self.planning.measures and not profiler.is_over and not profiler.num_steps
+        observer = profiler.observer if is_observed and is_first else None
+        if self._store is None and observer is None and not recompute:
+            return None
+        device = self.channels.device
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        saves = Saves(self._trace_cache.gates, recompute, device, self._where, min(own, default=0))
+        if self._store is not None or observer is not None:
+            saves.look(
+                SavedTable(number, self._store, addresses_of(batch), device),
+                self._store,
+                observer,
+                resident_in(self.root),
+            )
+        return saves
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.
@@ -600,7 +754,8 @@ class ValuePipeline(Pipeline):
         self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
     ) -> Report:
         """The report of a step, on every stage."""
-        found, is_last_batch = self._gathered(everything, posted)
+        with self._profile(WAIT):
+            found, is_last_batch = self._gathered(everything, posted)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, [], is_last_batch)
         report.stops = given.stops()

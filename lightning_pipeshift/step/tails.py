@@ -86,6 +86,7 @@ class Tails:
         objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._core, self._say, self._num_to_watch = core, say, num_watched
+        core.unwatched = self._paused
         inside = {module for layer in core.layers for module in layer.modules()}
         self._labels = {
             id(module): f"self.{name}" if name else "self"
@@ -181,6 +182,19 @@ class Tails:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Context of code that may be compiled: a compiler would follow the watch's methods without
+        an end.
+        """
+        is_watching = self._watch is not None
+        self.leave()
+        try:
+            yield
+        finally:
+            if is_watching:
+                self._enter()
 
     def _hinder(self, what: str, advice: str) -> None:
         """Notes why steps of this training never run ahead."""

@@ -63,7 +63,6 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
-        has_buffers: whether the layer has buffers, which it may return, and write to later.
         layer: its number; ``None`` for an operation.
     """
 
@@ -76,7 +75,6 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
-    has_buffers: bool = False
     layer: int | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     set_hook_tables,
     storage_key_of,
+    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
@@ -123,13 +124,16 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
-        self.num_steps = 0
+        self.num_steps = self.step_number = 0
+        """How many runs have begun; the number of the user's step that runs, for messages."""
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
         self.backward_hooks: dict[int, BackwardHook] = {}
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
+        self._classes: dict[Tensor, type] = {}
+        """Their own."""
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -137,11 +141,23 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
+        self.called: dict[int, list[int]] = {}
+        """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
+        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context of code in which no one watches attributes of modules."""
         self.calls: CallWatch | None = None
         """Is told of all calls."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
+
+    def learn_from(self, other: Core) -> None:
+        """Takes what another core of the same layers, in any order, knows of calls."""
+        self.contracts, self._fakes = other.contracts, other._fakes
+        self._kinds, self._num_kinds = other._kinds, other._num_kinds
+        self.finder.fake_mode = other.finder.fake_mode
+        for layer, state in zip(other.layers, other.states, strict=True):
+            self.add_state(self.number[layer], set(state))
 
     def place(self, owners: Owners) -> None:
         """Changes the owners of layers. Every stage calls this between two runs, when the tensors
@@ -357,7 +373,7 @@ class Core:
             return
         self._place_forwards()
         placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
+        self._classes = classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
         for tensor, cls in classes.items():
@@ -373,6 +389,20 @@ class Core:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             for tensor, cls in classes.items():
+                tensor.__class__ = cls
+
+    @contextmanager
+    def compiling(self, number: int) -> Iterator[None]:
+        """Context in which code of a layer may be compiled: its tensors have their own classes."""
+        own = [x for _, x in self.parameters[number]] + self.buffers[number]
+        classes = [(tensor, type(tensor)) for tensor in own]
+        for tensor in own:
+            tensor.__class__ = self._classes.get(tensor, type(tensor))
+        try:
+            with self.unwatched(), with_compiling():
+                yield
+        finally:
+            for tensor, cls in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:
@@ -394,6 +424,7 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
+        self.called.clear()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:

@@ -701,7 +701,10 @@ def test_models_as_others_write_them_train_the_same_on_any_number_of_stages() ->
                         wrong.append(f"{what}: {found if isinstance(found, str) else expected}")
                         continue
                     try:
-                        layers = expected.layers if len(expected.layers) > 1 else found.layers
+                        has_order = len(expected.layers) > 1
+                        # What reads values does not show its order before the first step.
+                        has_order &= not (ON_VALUES and name == "NeedsRealValues")
+                        layers = expected.layers if has_order else found.layers
                         assert_same_bits(
                             found._replace(optimizer_state={}),
                             expected._replace(layers=layers),

@@ -20,7 +20,8 @@ import pickle
 import queue
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,8 @@ class Mailbox:
         self.num_bytes_sent = 0
         self._group, self._members, self._ranks = group, members, ranks
         self._watched = watched
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes the context of a wait, for a profiler."""
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
@@ -438,7 +441,8 @@ class Mailbox:
                 if any(map(self.has, keys)):
                     return
                 sources = tuple({key.source for key in keys})
-                with self._watched(self._ranks[sources[0]] if len(sources) == 1 else None):
+                source = self._ranks[sources[0]] if len(sources) == 1 else None
+                with self.waiting(), self._watched(source):
                     if self._arrived.wait_for(
                         lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
                     ):

@@ -134,8 +134,9 @@ class LateUpdates(LayerListener, ActionListener):
             self.finish()
         elif self._groups:
             self._guard.enter()
-            for layer in self._groups if self.await_before is not None else ():
-                self.await_before(layer, self.before_layer)
+            if self.await_before is not None:
+                for layer in self._groups:
+                    self.await_before(layer, self.before_layer)
 
     def suspend(self) -> None:
         """Ends the watch of parameters until the stage runs user code again."""
