@@ -25,7 +25,6 @@ KINDS = {
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, and functions that are given layers",
     "layers": "small models of which the other core makes fewer layers, as examples show",
-    "trace": "the other core's own errors, and what it shows of a step that it has followed",
 }
 """What is not there yet, or belongs to the other core."""
 
@@ -42,7 +41,10 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "asynchronous_interruptions": (
             "sigterm_at_each_minibatch_around_a_move[way4-async-2bw-4-True]",
         ),
-        "changing_plans": ("random_moves_change_no_bit",),
+        "changing_plans": (
+            "one_step_runs_on_two_owners",
+            "random_moves_change_no_bit",
+        ),
         "stage_orders": (
             "orders_that_are_refused",
             "places_change_where_each_pair_of_neighbours_has_a_group",
@@ -156,26 +158,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "two_stages_give_the_bits_of_one[called again]",
             "two_stages_give_the_bits_of_one[dict in the step]",
         ),
-    },
-    "trace": {
-        "bad_input": (
-            "what_no_stage_would_train_is_refused_with_any_schedule[TrainsAStranger]",
-            "a_cut_across_which_values_would_travel_back",
-            "a_model_that_cannot_be_a_pipeline[ManualOptimization]",
-            "layers_inside_one_stage_are_held_to_the_same_rules",
-        ),
-        "branches": (
-            "a_step_is_followed_again_for_another_branch_only",
-            "what_no_stage_can_know_in_time_is_an_error[how1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how2-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[DrawsAtBothEnds-draw-how1-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[KeepsItsLosses-losses-how1-1]",
-            "what_a_list_or_an_object_may_lack_is_said_once[ScalesByItsMeter-meter-how1-1]",
-        ),
-        "changing_plans": ("one_step_runs_on_two_owners",),
-        "unmodified": ("following_leaves_no_trace",),
     },
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
