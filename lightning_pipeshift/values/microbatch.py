@@ -48,7 +48,6 @@ from lightning_pipeshift.values.layer_contracts import (
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, run_twice, with_state
-from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -96,13 +95,11 @@ class Microbatch(Calls):
         """Times the layers that this stage runs, if that is wanted."""
         self.finite = finite_check((core.seed, "", core.step_number, turn), core.stage)
         """With torch's anomaly mode: looks for values that are no numbers."""
-        self.saves: Saves | None = None
-        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
         super().release()
-        self.gradients = self.saves = None
+        self.gradients = None
 
     # --- operations between layers ---
 
@@ -133,6 +130,8 @@ class Microbatch(Calls):
         def run(_: Any, run_args: Any, run_kwargs: Any) -> Any:
             core.operation = label
             try:
+                if self.saves is not None:
+                    return self.saves.operation(function, run_args, run_kwargs)
                 return function(*run_args, **run_kwargs)
             finally:
                 core.operation = None
