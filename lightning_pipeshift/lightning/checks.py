@@ -109,7 +109,10 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
                 f"schedule={settings.schedule!r} and manual optimization",
                 settings.is_asynchronous and not is_automatic,
             ),
-            ("MemoryCompression", settings.memory is not None),
+            (
+                "MemoryCompression and manual optimization",
+                settings.memory is not None and not is_automatic,
+            ),
             (
                 f"schedule={settings.schedule!r} and LayerMigration",
                 settings.is_asynchronous and settings.watch is not None,

@@ -268,7 +268,11 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        todo, later = (
+            [one for one in each if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+            for each in (row, ahead)
+        )
+        self._begin_row((*todo, *later))
         self._flight.todo.extend(todo)
         self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
 
@@ -369,11 +373,12 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                 microbatch.first_gradient = None
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
+        core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
-        microbatch.saves = self._saves(number)
+        microbatch.saves = self._saves(number, part.batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:
@@ -436,5 +441,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _end_drain(self) -> None:
         assert self.core is not None
         self._leave_tails()
+        self._end_row()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
         self._gathered(*self._begin_gathering(None))

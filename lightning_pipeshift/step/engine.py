@@ -94,7 +94,7 @@ class SuspendableMicrobatch(Microbatch):
         if self._tails is not None:
             self._tails.end_step()
         if self.saves is not None:
-            self.saves.end_forward()
+            self.saves.end_forward([*self.ends, *self.plain([self.root])])
         self.is_done = True
 
     def advance(self) -> None:
@@ -405,6 +405,9 @@ class Engine:
             if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
         microbatch.root = None
+        if microbatch.saves is not None:
+            microbatch.saves.end_backward()
+            microbatch.saves = None
         return True
 
     def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:

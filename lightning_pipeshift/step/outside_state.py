@@ -36,6 +36,7 @@ _INSTALLED = tuple({os.path.dirname(os.__file__), *(x for x in sys.path if "-pac
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__setitem__"}) | {
     f"__{name}__" for name in ("iter", "next", "len", "bool", "enter", "exit", "contains", "iadd")
 }
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ABSENT = object()
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "`os.environ`": lambda: dict(os.environ),
@@ -195,7 +196,8 @@ def _inside(x: Any) -> Any:
         return (*cells, *(x.__defaults__ or ()), *vars(x).values())
     if isinstance(x, types.MethodType | types.BuiltinMethodType):
         return (x.__self__,)
-    slots = [name for cls in type(x).__mro__ for name in _slots_of(cls)]
+    cls: Any = type(x)
+    slots = [name for each in cls.__mro__ for name in _slots_of(each)]
     parts = tuple(getattr(x, name, _ABSENT) for name in slots)
     space = getattr(x, "__dict__", None)
     if isinstance(space, dict):
@@ -204,7 +206,7 @@ def _inside(x: Any) -> Any:
         return (*parts, *dict.keys(x), *dict.values(x))
     if isinstance(x, list | tuple | deque | set | frozenset):
         return (*parts, *x)
-    return parts if x is _ABSENT or (_is_of_python(type(x)) and (slots or space)) else None
+    return parts if x is _ABSENT or (_is_of_python(cls) and (slots or space)) else None
 
 
 @cache
@@ -356,4 +358,5 @@ def instructions_from(code: types.CodeType, offset: int) -> list[dis.Instruction
     ends = ("STORE_", "POP_", "RESUME")
     begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
     later = [x for x in instructions if x.offset > max(begins, default=-1)]
-    return instructions if any("BACKWARD" in one.opname for one in later) else later
+    leads_back = any(x.opcode in _JUMPS and x.argval < x.offset for x in later)
+    return instructions if leads_back else later

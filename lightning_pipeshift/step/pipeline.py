@@ -15,13 +15,19 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError, some_of
+from lightning_pipeshift.devices.properties import total_memory
+from lightning_pipeshift.errors import BudgetError, PlanError, some_of
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.parameters.uses import parameter_uses
-from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.saved.saved_tensors import (
+    SavedTable,
+    addresses_of,
+    bytes_of,
+    resident_in,
+)
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
@@ -29,14 +35,17 @@ from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
@@ -55,7 +64,7 @@ from lightning_pipeshift.values.gathering import (
     require_same_program,
 )
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.saves import Saves
+from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 EVALUATIONS_AHEAD = 4
@@ -128,6 +137,11 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self._store: ActivationStore | None = None
+        """While a training step runs, what keeps its saved tensors within the budget."""
+        self._places: dict[Action, int] = {}
+        """Of the actions in the step's row."""
+        self._where = Where()
         self._known: Core | None = None
         self._is_timed = False
         """Whether layers were timed before the first step."""
@@ -387,7 +401,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -401,6 +419,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
@@ -410,7 +429,7 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._running_steps():
+        with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
         if not self._looks_ahead:
             self.order = merged_order(list(core.called.values()))
@@ -427,16 +446,45 @@ class ValuePipeline(Pipeline):
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        recorder = self.recorder_of_actions
+        # Layers run again where their backward would.
+        done = replace(action, kind=Kind.BACKWARD) if action.kind is Kind.RECOMPUTE else action
+        place = self._places.get(done, 0)
+        listeners: list[ActionListener] = [
+            each for each in (self.recorder_of_actions, self._store) if each is not None
+        ]
         if self.late_updates.is_pending:
             self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
-            if recorder is not None:
-                recorder.begin_action(0, action)
-            yield
-            if recorder is not None:
-                recorder.end_action(action)
+            for listener in listeners:
+                listener.begin_action(place, action)
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise self._explained(error, action) from error
+            for listener in reversed(listeners):
+                listener.end_action(action)
         self.channels.num_done += 1
+
+    def _begin_row(self, row: Row) -> None:
+        """Called with a training step's actions on this stage, before the first of them."""
+        self._store = self.memory.store if self.memory is not None else None
+        if self._store is not None:
+            self._store.begin_step(row)
+            self._places = {action: place for place, action in enumerate(row)}
+
+    def _end_row(self) -> None:
+        self._store, self._places = None, {}
+
+    def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
+        device, store = self.channels.device, self._store
+        return explained(
+            error,
+            f"stage {self.channels.stage}",
+            str(action),
+            self._where.layer_under_way,
+            store.device_bytes if store is not None else None,
+            0.0 if device.type == "cpu" else total_memory(device),
+        )
 
     def _update_before(self, action: Action) -> None:
         """Makes late updates that are due anyway; before a backward, all: of layers that the step
@@ -455,7 +503,6 @@ class ValuePipeline(Pipeline):
             what
             for what, is_found in (
                 ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("new owners from the middle of a step on", bool(from_microbatch)),
                 (
                     "moves of weights that several layers share, with manual optimization",
                     self._moves_shared(plan),
@@ -468,7 +515,8 @@ class ValuePipeline(Pipeline):
                 f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
                 " training runs yet. Use `core='trace'`, or start a run with the new plan."
             )
-        super()._request(plan, from_microbatch)
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        super()._request(plan, 0 if from_microbatch else from_microbatch)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
@@ -488,7 +536,16 @@ class ValuePipeline(Pipeline):
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
-        self._finish_change()
+        core, migration = self.core, self.changes.migration
+        assert core is not None
+        if migration is None:
+            return
+        if not self._is_automatic or given.keeps_gradients:
+            # The step itself updates the weights, or adds to the gradients.
+            self._finish_change()
+            return
+        for layer in migration.awaited:
+            core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
         super()._finish_change()
@@ -520,11 +577,13 @@ class ValuePipeline(Pipeline):
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._votes.before_step(given, [])
         self._change_owners(given)
+        self._follow_moves_with_memory()
 
     def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step(given, [], report)
         self.changes.after_step(given, [], report)
+        self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
         if self.core.result_bytes and not self._is_timed:
@@ -543,6 +602,9 @@ class ValuePipeline(Pipeline):
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
+        if self.changes.migration is not None:
+            # Optimizers' state may arrive until now, and weights of layers that were not called.
+            self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given, report, len(slices))
         return report
@@ -589,6 +651,7 @@ class ValuePipeline(Pipeline):
         if len(slices) > 1:
             self._batch_metrics.begin()
         profiler.begin_step()
+        self._begin_row(row[self.channels.stage])
         self._in_step(
             "train",
             given.step_number,
@@ -598,9 +661,10 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
             profiler.timers(sizes) if is_measured else {},
-            self._saves,
+            lambda turn: self._saves(turn, slices[turn][0], is_first=not turn),
         )
         profiler.end_step()
+        self._end_row()
         # Where there was no backward.
         self.late_updates.finish()
         begin_gradients(True)
@@ -610,10 +674,30 @@ class ValuePipeline(Pipeline):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
 
-    def _saves(self, turn: int) -> Saves | None:
-        """What keeps the tensors that autograd saves of a microbatch."""
-        recompute = self.plan.recomputations(self.vm)
-        return Saves(self._trace_cache.gates, recompute) if recompute else None
+    def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
+        """What keeps the tensors that autograd saves of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            batch: its part of the batch.
+            is_first: whether it is the first one of the step.
+        """
+        recompute, profiler = self.plan.recomputations(self.vm), self.planning.profiler
+        is_observed = self.planning.measures and not profiler.is_over and not profiler.num_steps
+        observer = profiler.observer if is_observed and is_first else None
+        if self._store is None and observer is None and not recompute:
+            return None
+        device = self.channels.device
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        saves = Saves(self._trace_cache.gates, recompute, device, self._where, min(own, default=0))
+        if self._store is not None or observer is not None:
+            saves.look(
+                SavedTable(number, self._store, addresses_of(batch), device),
+                self._store,
+                observer,
+                resident_in(self.root),
+            )
+        return saves
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.

@@ -124,7 +124,8 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
-        self.num_steps = 0
+        self.num_steps = self.step_number = 0
+        """How many runs have begun; the number of the user's step that runs, for messages."""
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
         self.backward_hooks: dict[int, BackwardHook] = {}

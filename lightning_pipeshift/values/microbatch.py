@@ -20,6 +20,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
@@ -47,7 +48,6 @@ from lightning_pipeshift.values.layer_contracts import (
     with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, run_twice, with_state
-from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -93,13 +93,13 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
-        self.saves: Saves | None = None
-        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
+        self.finite = finite_check((core.seed, "", core.step_number, turn), core.stage)
+        """With torch's anomaly mode: looks for values that are no numbers."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
         super().release()
-        self.gradients = self.saves = None
+        self.gradients = None
 
     # --- operations between layers ---
 
@@ -130,6 +130,8 @@ class Microbatch(Calls):
         def run(_: Any, run_args: Any, run_kwargs: Any) -> Any:
             core.operation = label
             try:
+                if self.saves is not None:
+                    return self.saves.operation(function, run_args, run_kwargs)
                 return function(*run_args, **run_kwargs)
             finally:
                 core.operation = None
@@ -282,7 +284,11 @@ class Microbatch(Calls):
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
             versions = versions_in(others.values())
+            if self.finite is not None:
+                self.finite.given(label, (run_args, run_kwargs))
             result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
+            if self.finite is not None:
+                self.finite.returned(label, (run_args, run_kwargs), leaves_of(result))
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:
@@ -395,6 +401,9 @@ class Microbatch(Calls):
                         roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
                     )
             except RuntimeError as error:
+                found = None if self.finite is None else self.finite.backward(error)
+                if found is not None:
+                    raise found from error
                 if "modified by an inplace operation" not in str(error):
                     raise
                 raise LayerError(

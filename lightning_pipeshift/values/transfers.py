@@ -23,6 +23,7 @@ from lightning_pipeshift.values.arguments import (
 )
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
 from lightning_pipeshift.values.program import NotedProgram
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
@@ -53,6 +54,8 @@ class Transfers(NotedProgram):
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
+        self.saves: Saves | None = None
+        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._new_token()
 
     def release(self) -> None:
@@ -71,6 +74,11 @@ class Transfers(NotedProgram):
                 torch.utils.swap_tensors(value, view)
         self._new_token()
         self.accounts.clear()
+
+    @property
+    def ends(self) -> list[Tensor]:
+        """Where gradients of other stages enter this stage's graph."""
+        return [self._token] if self._has_ends else []
 
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self.core.device, requires_grad=True)
@@ -156,6 +164,8 @@ class Transfers(NotedProgram):
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
                 account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                if self.saves is not None:
+                    self.saves.received(account.tensor)
         account.holders.add(stage)
 
     def _require_as_sent(self, account: Account, label: str) -> None:
