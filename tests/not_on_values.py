@@ -118,7 +118,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "a_first_order_that_makes_steps_slower_is_undone",
             "each_virtual_machine_has_an_order_of_its_own",
             "ranks_change_places_when_the_first_steps_have_been_measured",
-            "the_first_plan_has_the_best_order",
         ),
     },
     "late": {
