@@ -36,6 +36,7 @@ _INSTALLED = tuple({os.path.dirname(os.__file__), *(x for x in sys.path if "-pac
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__setitem__"}) | {
     f"__{name}__" for name in ("iter", "next", "len", "bool", "enter", "exit", "contains", "iadd")
 }
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ABSENT = object()
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "`os.environ`": lambda: dict(os.environ),
@@ -357,4 +358,5 @@ def instructions_from(code: types.CodeType, offset: int) -> list[dis.Instruction
     ends = ("STORE_", "POP_", "RESUME")
     begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
     later = [x for x in instructions if x.offset > max(begins, default=-1)]
-    return instructions if any("BACKWARD" in one.opname for one in later) else later
+    leads_back = any(x.opcode in _JUMPS and x.argval < x.offset for x in later)
+    return instructions if leads_back else later

@@ -503,7 +503,6 @@ class ValuePipeline(Pipeline):
             what
             for what, is_found in (
                 ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("new owners from the middle of a step on", bool(from_microbatch)),
                 (
                     "moves of weights that several layers share, with manual optimization",
                     self._moves_shared(plan),
@@ -516,7 +515,8 @@ class ValuePipeline(Pipeline):
                 f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
                 " training runs yet. Use `core='trace'`, or start a run with the new plan."
             )
-        super()._request(plan, from_microbatch)
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        super()._request(plan, 0 if from_microbatch else from_microbatch)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
@@ -536,7 +536,16 @@ class ValuePipeline(Pipeline):
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
-        self._finish_change()
+        core, migration = self.core, self.changes.migration
+        assert core is not None
+        if migration is None:
+            return
+        if not self._is_automatic or given.keeps_gradients:
+            # The step itself updates the weights, or adds to the gradients.
+            self._finish_change()
+            return
+        for layer in migration.awaited:
+            core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
         super()._finish_change()
@@ -588,12 +597,14 @@ class ValuePipeline(Pipeline):
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step: see :class:`Pipeline`."""
-        given = replace(given, leaves_late=False)
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
+        if self.changes.migration is not None:
+            # Optimizers' state may arrive until now, and weights of layers that were not called.
+            self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given, report, len(slices))
         return report

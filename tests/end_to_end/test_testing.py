@@ -313,6 +313,7 @@ def test_a_clean_model() -> None:
         "head.2",
     ]
     assert found.layers[0].num_parameters == 4 * 8 + 8
+    assert found.layers[0].forward_seconds is not None
     first, second, third, last = found.boundaries
     assert (first.before, first.after, first.num_bytes) == ("stem", "blocks.0", 2 * 8 * 4)
     assert [(t.layer, t.function, t.needed_by) for t in second.payload] == [

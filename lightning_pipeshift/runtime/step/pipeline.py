@@ -586,7 +586,8 @@ class Pipeline:
         Args:
             plan: the plan.
             from_microbatch: the first microbatch of the step after the next which runs under the
-                new plan, in one part; ``None``: PipeShift chooses.
+                new plan, in one part; ``None``: PipeShift chooses. With ``core="values"`` the whole
+                step runs under it.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
