@@ -87,14 +87,12 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "slow_links": (),
         "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
         "planning_command": (
-            "measured_planned_and_not_trained",
             "two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
         ),
         "stage_orders": (
             "a_first_order_that_makes_steps_slower_is_undone",
             "each_virtual_machine_has_an_order_of_its_own",
             "ranks_change_places_when_the_first_steps_have_been_measured",
-            "the_first_plan_has_the_best_order",
         ),
     },
     "late": {
@@ -168,7 +166,6 @@ _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
     "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
     "layers": {
         "examples": (
-            "the_command_trains_from_the_config_file",
             "the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch",
             "two_hosts_find_each_other",
         ),
