@@ -255,6 +255,9 @@ def has_compiled() -> bool:
 
 COMPILED_CALL: Final = "_compiled_call_impl"
 """The attribute of a module in which ``module.compile()`` puts its whole call."""
+COMPILER_OF: Final = "dynamo_ctx"
+"""The attribute of what ``torch.compile(module)`` returns that has the compiler, which changes when
+it compiles."""
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     COMPILED_CALL,
+    COMPILER_OF,
     FLAT_WEIGHTS,
     MODULE_TABLES,
     buffers_of,
@@ -31,7 +32,14 @@ from lightning_pipeshift.values.value import Value, version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
 NO_STATE = frozenset(
-    {*MODULE_TABLES, *nn.Module().__dict__, *FLAT_WEIGHTS, "forward", COMPILED_CALL}
+    {
+        *MODULE_TABLES,
+        *nn.Module().__dict__,
+        *FLAT_WEIGHTS,
+        "forward",
+        COMPILED_CALL,
+        COMPILER_OF,
+    }
 )
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
