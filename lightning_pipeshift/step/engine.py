@@ -29,6 +29,7 @@ from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
+from lightning_pipeshift.runtime.liveness.stalls import tells
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
@@ -85,6 +86,7 @@ class SuspendableMicrobatch(Microbatch):
         self._greenlet.gr_context = copy_context()
         self._stream = core.seed, step, turn
 
+    @tells("action", lambda own: _words_of(Kind.FORWARD, own["self"]))
     def _step_through(self, body: Callable[[Any], Any]) -> None:
         seed_generators(self.core.device, "step", *self._stream)
         with run_by(self):
@@ -378,6 +380,7 @@ class Engine:
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
         return all(map(self._may_pass, live.values()))
 
+    @tells("action", lambda own: _words_of(Kind.BACKWARD, own.get("microbatch")))
     def _run_backward(self, flight: Flight) -> bool:
         """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
         is there or nothing else can run; while it waits for that, its layers that have to run again
@@ -432,3 +435,12 @@ class Engine:
 
 def _part_of_mean(num_microbatches: int, result: Any, _: int) -> Any:
     return None if result is None else result / num_microbatches
+
+
+def _words_of(kind: Kind, microbatch: Microbatch | None) -> str | None:
+    if microbatch is None:
+        return None
+    return f"{kind.properties.words} of microbatch {microbatch.turn}"
+
+
+tells("layer", lambda own: own["self"].core.names[own["number"]])(Microbatch._called)
