@@ -114,10 +114,6 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
                 settings.memory is not None and not is_automatic,
             ),
             (
-                f"schedule={settings.schedule!r} and LayerMigration",
-                settings.is_asynchronous and settings.watch is not None,
-            ),
-            (
                 "manual optimization with several virtual machines (replicas of the pipeline)",
                 num_vms > 1 and not is_automatic,
             ),

@@ -258,12 +258,11 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
+        self._begin_timing(minibatches.next)
         finished = minibatches.begin(minibatch)
         self._begins = None
         self._begin_outside()
-        self._num_microbatches_done += 1
-        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
-        return [] if finished is None else [self._finish(finished)]
+        return self._end_minibatch(given, finished)
 
     def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
@@ -378,6 +377,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
+        microbatch.timer = self._timers.get(number)
         microbatch.saves = self._saves(number, part.batch, is_first=True)
         return microbatch
 

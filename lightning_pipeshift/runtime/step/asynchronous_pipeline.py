@@ -187,15 +187,23 @@ class AsynchronousPipeline(Pipeline):
         (trace,) = traces
         if trace is not None and trace.state:
             self._written[id(trace)] = trace
-        profiler = self.planning.profiler
-        if self.planning.measures and not profiler.is_over:
-            self._timers[minibatches.next] = profiler.timer
-        profiler.begin_step()
+        self._begin_timing(minibatches.next)
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
         finished = minibatches.begin(minibatch)
         self._require_known_switches(traces, state)
-        profiler.end_step()
+        return self._end_minibatch(given, finished)
+
+    def _begin_timing(self, number: int) -> None:
+        """Called before a minibatch's turn."""
+        profiler = self.planning.profiler
+        if self.planning.measures and not profiler.is_over:
+            self._timers[number] = profiler.timer
+        profiler.begin_step()
+
+    def _end_minibatch(self, given: TrainingBatch, finished: Minibatch | None) -> list[Finished]:
+        """Ends the call of :meth:`begin_minibatch`."""
+        self.planning.profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
