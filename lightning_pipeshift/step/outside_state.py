@@ -86,19 +86,22 @@ class OutsideState:
 
     def note_read(self) -> None:
         """Called in a read: finds what may be used on both sides of it."""
-        stack = tuple(_stack())
+        stack, modules = tuple(_stack()), set(_modules_of_stack())
         if stack in self._seen:
             return
         self._seen.add(stack)
-        spaces = self._spaces()
+        spaces = self._spaces(modules)
+        by_name = _by_name(spaces.values())
         called = (x for cls in self._classes for name, x in vars(cls).items() if name in _CALLED)
         any_time = [names_of(function.__code__) for x in called for function in _functions_in(x)]
         sides: list[set[str]] = []
         for is_later in (False, True):
             codes = [_names_from(code, offset, is_later) for code, offset in stack]
-            sides.append(_with_called(set().union(*codes, *any_time), spaces))
+            sides.append(_with_called(set().union(*codes, *any_time), by_name))
         new = sides[0].intersection(sides[1]).difference(self._names)
         self._names |= new
+        if not new:
+            return
         for what, find in _named(new, spaces, [code for code, _ in stack]):
             if what in self._found:
                 continue
@@ -126,14 +129,19 @@ class OutsideState:
         # No other model than this one is trained. Of what it can be, all have these methods.
         return is_class and not any(hasattr(x, name) for name in ("training_step", "on_fit_start"))
 
-    def _spaces(self) -> dict[str, Mapping[str, Any]]:
-        """Where names of user code are looked up."""
+    def _spaces(self, modules: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """Where names of user code are looked up.
+
+        Args:
+            modules: those of Python whose code runs.
+        """
         classes = dict(self._classes)
         spaces: dict[str, Mapping[str, Any]] = {}
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and is_user_code(name):
-                spaces[f"of `{name}`"] = vars(module)
-                classes.update((x, None) for x in vars(module).values() if self._is_used(x))
+        begins = {*modules, *(cls.__module__ for cls in (*classes, *self._in_layers))}
+        for name in sorted(_reached(begins)):
+            space = vars(sys.modules[name])
+            spaces[f"of `{name}`"] = space
+            classes.update((x, None) for x in list(space.values()) if self._is_used(x))
         for cls in classes:
             spaces[f"of the class `{cls.__module__}.{cls.__qualname__}`"] = vars(cls)
         for what, x in self._objects.items():
@@ -267,6 +275,53 @@ def _stack() -> Iterator[tuple[types.CodeType, int]]:
         frame = frame.f_back
 
 
+def _modules_of_stack() -> Iterator[str]:
+    """The modules of Python whose code runs now."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def _reached(begins: Iterable[str]) -> set[str]:
+    """The modules of user code that code of others can get to: by what these have, and by imports
+    inside of functions. So what else the process has loaded does not count.
+    """
+    by_last: dict[str, list[str]] = {}
+    for name in list(sys.modules):
+        if is_user_code(name):
+            by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    found: set[str] = set()
+    todo = list(begins)
+    while todo:
+        name = todo.pop()
+        module = sys.modules.get(name)
+        if name in found or not isinstance(module, types.ModuleType) or not is_user_code(name):
+            continue
+        found.add(name)
+        for x in list(vars(module).values()):
+            if isinstance(x, types.ModuleType):
+                todo.append(x.__name__)
+                continue
+            is_named = isinstance(x, type | types.FunctionType)
+            todo.append((x if is_named else type(x)).__module__)
+            parts = list(vars(x).values()) if isinstance(x, type) else [x]
+            # An import inside of a function has the module's name.
+            for function in (each for part in parts for each in _functions_in(part)):
+                for each in names_of(function.__code__):
+                    todo += by_last.get(each.rpartition(".")[2], ())
+    return found
+
+
+def _by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What each name stands for."""
+    found: dict[str, list[Any]] = {}
+    for space in spaces:
+        for name, x in list(space.items()):
+            found.setdefault(name, []).append(x)
+    return found
+
+
 def _functions_in(x: Any) -> Iterator[types.FunctionType]:
     """The functions of user code that something in a class or a module stands for."""
     if isinstance(x, type):
@@ -279,12 +334,11 @@ def _functions_in(x: Any) -> Iterator[types.FunctionType]:
             yield from _functions_in(inner)
 
 
-def _with_called(names: set[str], spaces: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _with_called(names: set[str], by_name: Mapping[str, list[Any]]) -> set[str]:
     """Names, with those in all functions and methods of these names."""
     found, todo = set(names), list(names)
     while todo:
-        name = todo.pop()
-        for x in [space[name] for space in spaces.values() if name in space]:
+        for x in by_name.get(todo.pop(), ()):
             for function in _functions_in(x):
                 new = names_of(function.__code__) - found
                 found |= new

@@ -49,8 +49,10 @@ class FirstBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, length, width)`` -> the same."""
-        with type(self).file.open("a") as file:
-            file.write("f")
+        if type(x) is Tensor:
+            # No run without values.
+            with type(self).file.open("a") as file:
+                file.write("f")
         return super().forward(x)
 
 

@@ -73,7 +73,9 @@ def purpose(words: str) -> Callable[[F], F]:
 _TELLERS: dict[CodeType, tuple[str, Callable[[Mapping[str, Any]], str | None]]] = {}
 
 
-def tells(what: Literal["action", "layer"], of: Callable[[Mapping[str, Any]], str | None]) -> Any:
+def tells(
+    what: Literal["action", "layer"], of: Callable[[Mapping[str, Any]], str | None]
+) -> Callable[[F], F]:
     """Decorates a function that runs an action or a layer.
 
     Args:
