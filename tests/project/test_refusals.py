@@ -21,9 +21,9 @@ def _rows() -> list[str]:
 def _texts() -> str:
     """All texts of the package; what is put into one is left out."""
     return "\n".join(
-        "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+        "".join(part.value for part in node.values if isinstance(part, ast.Constant))
         if isinstance(node, ast.JoinedStr)
-        else str(node.value)
+        else node.value
         for path in (ROOT / "lightning_pipeshift").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.JoinedStr)

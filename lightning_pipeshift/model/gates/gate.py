@@ -129,14 +129,10 @@ class Gate:
 
     def run_plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer itself, without looking for side outputs."""
-        return self.run_by(self.original, *args, **kwargs)
-
-    def run_by(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layer with its weights; ``forward`` calls it."""
         if self.weights is None:
-            return forward(*args, **kwargs)
+            return self.original(*args, **kwargs)
         with self.weights.running(self.index):
-            output = forward(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         self.weights.before_backward_of(self.index, leaves_of(output))
         return output
 

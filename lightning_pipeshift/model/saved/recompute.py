@@ -60,7 +60,6 @@ class LayerCall:
         kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class LayerCall:
         kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
-        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.gate = gate
-        self._forward = forward or gate.run
         self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
@@ -96,7 +93,7 @@ class LayerCall:
             # A saved tensor may be a view of a weight.
             unpack = Saved.get if self.gate.weights is None else partial(_unpacked, self.gate)
             stack.enter_context(saving(pack, unpack))
-            return self._forward(*args, **kwargs)
+            return self.gate.run(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
@@ -127,7 +124,6 @@ class RecomputedRegion(LayerCall):
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
@@ -139,9 +135,8 @@ class RecomputedRegion(LayerCall):
         table: SavedTable | None = None,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
-        forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(gate, args, kwargs, table or SavedTable(), observer, forward)
+        super().__init__(gate, args, kwargs, table or SavedTable(), observer)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
@@ -320,7 +315,7 @@ class RecomputedRegion(LayerCall):
             stack.enter_context(saving(pack, _never))
             if left_out is not None:
                 stack.enter_context(left_out)
-            self._forward(*args, **kwargs)
+            self.gate.run(*args, **kwargs)
         if left_out is not None and not left_out.is_like_the_first:
             self._fail("the results of other operations", "not the same")
         if len(fresh) != len(self._saved):

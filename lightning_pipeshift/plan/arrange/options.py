@@ -144,9 +144,11 @@ class Options:
     @property
     def may_reorder(self) -> bool:
         """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
-        of an asynchronous schedule follow each other from the first rank on.
+        of an asynchronous schedule follow each other from the first rank on; ``core="values"`` does
+        not measure layers.
         """
-        return self.is_free and self.named_ranks is None and not self.is_asynchronous
+        measures = self.core != "values" and not self.is_asynchronous
+        return self.is_free and self.named_ranks is None and measures
 
     @property
     def leaves_numbers(self) -> bool:

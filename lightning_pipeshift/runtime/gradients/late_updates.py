@@ -79,8 +79,6 @@ class LateUpdates(LayerListener, ActionListener):
         self._thread = threading.get_ident()
         self._is_first = True
         """Whether the optimizer has not stepped yet in this run."""
-        self.await_before: Callable[[int, Callable[[int], object]], object] | None = None
-        """Makes a layer's next use wait: see :meth:`Core.await_before`."""
         _made.add(self)
         self.num_made = 0
         """How many layers have been updated late, in the run."""
@@ -134,9 +132,6 @@ class LateUpdates(LayerListener, ActionListener):
             self.finish()
         elif self._groups:
             self._guard.enter()
-            if self.await_before is not None:
-                for layer in self._groups:
-                    self.await_before(layer, self.before_layer)
 
     def suspend(self) -> None:
         """Ends the watch of parameters until the stage runs user code again."""
@@ -157,19 +152,15 @@ class LateUpdates(LayerListener, ActionListener):
 
     def enter(self, gate: Gate, arguments: Any) -> None:
         """Updates a layer before it runs."""
-        self.before_layer(gate.index)
-        # What the layer itself does needs no guard, and may be compiled.
-        self._guard.leave()
-
-    def before_layer(self, number: int) -> None:
-        """Updates a layer before it is used, and others whose sums are complete."""
-        if number in self._groups:
+        if gate.index in self._groups:
             others = [
                 layer
                 for layer, group in self._groups.items()
-                if layer != number and group.is_complete
+                if layer != gate.index and group.is_complete
             ]
-            self._finish([number, *others])
+            self._finish([gate.index, *others])
+        # What the layer itself does needs no guard, and may be compiled.
+        self._guard.leave()
 
     def leave(self, gate: Gate, arguments: Any, results: Any) -> None:
         """See :class:`LayerListener`."""

@@ -23,7 +23,7 @@ from lightning_pipeshift.model.execution.microbatch import (
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import (
-    FEWEST_LAYERS,
+    MOST_OPENED,
     compiled_around,
     find_layers,
     find_scopes,
@@ -54,7 +54,6 @@ from lightning_pipeshift.plan.inputs.flow import call_order
 from lightning_pipeshift.plan.inputs.partition import num_layers_in
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -145,7 +144,6 @@ class Seen(NamedTuple):
         called: the layers that steps call; ``None``: any may be called.
         idle: the layers that no step calls.
         uses: of the parameters.
-        crossings: what crosses the boundary behind each layer.
     """
 
     trace: Trace
@@ -154,7 +152,6 @@ class Seen(NamedTuple):
     called: set[int] | None
     idle: frozenset[int]
     uses: list[ParameterUse]
-    crossings: Sequence[Crossing]
 
 
 class Pipeline:
@@ -230,10 +227,11 @@ class Pipeline:
         self._current_pass = CurrentPass()
         num_layers = max(replicas.topology.stages_per_vm)
         if settings.core == "values":
-            # Random streams are those of layers, so more stages must not mean more layers.
+            # Random streams are those of layers, so more stages must not mean more layers. (Numbers
+            # that are left to the planner are measured on the other core.)
             given = settings.plan and len(settings.plan.layers)
-            num_layers = given or num_layers_in(settings.partition) or FEWEST_LAYERS
-        layers = find_layers(root, num_layers, settings.core == "values")
+            num_layers = given or num_layers_in(settings.partition) or MOST_OPENED
+        layers = find_layers(root, num_layers)
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
@@ -478,8 +476,7 @@ class Pipeline:
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
         figures = stopwatch.figures if stopwatch is not None else {}
-        crossings = trace.crossings(len(gates))
-        return Seen(trace, figures, touched, called, frozenset(idle), uses, crossings)
+        return Seen(trace, figures, touched, called, frozenset(idle), uses)
 
     def _measure(
         self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
@@ -503,7 +500,7 @@ class Pipeline:
         }
         return self.planning.measure(
             self._trace_cache.gates,
-            seen.crossings,
+            seen.trace,
             seen.figures,
             optimizers,
             float(size_or_one(batch)),
@@ -586,8 +583,7 @@ class Pipeline:
         Args:
             plan: the plan.
             from_microbatch: the first microbatch of the step after the next which runs under the
-                new plan, in one part; ``None``: PipeShift chooses. With ``core="values"`` the whole
-                step runs under it.
+                new plan, in one part; ``None``: PipeShift chooses.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
