@@ -106,7 +106,7 @@ class ValuePipeline(Pipeline):
     """A pipeline on values: see :mod:`lightning_pipeshift.values`."""
 
     _engine_class = Engine
-    """What runs its steps."""
+    """The class of the engine that carries out this pipeline's schedule."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

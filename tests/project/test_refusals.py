@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+from tests.project.texts import texts_in
 
 
 def _rows() -> list[str]:
@@ -18,22 +18,11 @@ def _rows() -> list[str]:
     return [line.split("|")[1] for line in table.splitlines()[2:]]
 
 
-def _texts() -> str:
-    """All texts of the package; what is put into one is left out."""
-    return "\n".join(
-        "".join(part.value for part in node.values if isinstance(part, ast.Constant))
-        if isinstance(node, ast.JoinedStr)
-        else node.value
-        for path in (ROOT / "lightning_pipeshift").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.JoinedStr)
-        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-    )
-
-
 @pytest.fixture(scope="module", name="texts")
-def _fixture_texts() -> str:
-    return _texts()
+def _texts() -> str:
+    """All texts of the package but docstrings."""
+    paths = (ROOT / "lightning_pipeshift").rglob("*.py")
+    return "\n".join(text for path in paths for text in texts_in(ast.parse(path.read_text())))
 
 
 def test_there_is_a_table() -> None:

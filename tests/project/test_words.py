@@ -25,6 +25,7 @@ from lightning_pipeshift.timeline.chrome_trace import events_of
 from lightning_pipeshift.timeline.recording import Recording
 from lightning_pipeshift.timeline.text import draw
 from tests import ROOT
+from tests.project.texts import is_docstring, text_of
 from tests.unit.timeline.test_timeline import rank
 
 PACKAGE = ROOT / "lightning_pipeshift"
@@ -92,13 +93,10 @@ def unexplained(source: str) -> Iterator[str]:
     own = {name for name, kind in vars(errors).items() if isinstance(kind, type)} | {"explained"}
 
     def walk(node: ast.AST, is_inside: bool) -> Iterator[str]:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        if is_docstring(node):
             return
         if isinstance(node, ast.Constant | ast.JoinedStr):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            text = "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "0" for part in parts
-            )
+            text = text_of(node)
             if not (is_inside or is_explained(text)):
                 yield text
             return
