@@ -109,13 +109,10 @@ def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
                 f"schedule={settings.schedule!r} and manual optimization",
                 settings.is_asynchronous and not is_automatic,
             ),
-            ("MemoryCompression", settings.memory is not None),
-            ("recompute='full'", settings.recompute == "full"),
             (
-                f"schedule={settings.schedule!r} and LayerMigration",
-                settings.is_asynchronous and settings.watch is not None,
+                "MemoryCompression and manual optimization",
+                settings.memory is not None and not is_automatic,
             ),
-            ("a run that only measures", settings.only_measures),
             (
                 "manual optimization with several virtual machines (replicas of the pipeline)",
                 num_vms > 1 and not is_automatic,

@@ -35,9 +35,8 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import UserStep
+from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD
 
-# How many batches a stage may run ahead of the others before it compares which one comes next.
-_AHEAD = 4
 # Where no batch comes any more: the numbers of a dataloader and a batch, and that it is the end.
 _NO_BATCH = -1, -1, True
 
@@ -147,7 +146,7 @@ class EvaluationSteps:
         places = torch.zeros(channels.num_stages, 3, dtype=torch.int64)
         places[channels.stage] = torch.tensor((dataloader_idx, batch_idx, at_end))
         self._places.append(channels.post_sum(places))
-        self._end_comparing(_AHEAD)
+        self._end_comparing(EVALUATIONS_AHEAD)
 
     def _end_comparing(self, all_but: int = 0) -> None:
         """Waits for the comparisons that have begun, but for so many of the latest ones."""

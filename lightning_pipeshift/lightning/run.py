@@ -89,7 +89,7 @@ class Run:
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         kinds: Any = (Pipeline, TrainingSteps)
         is_asynchronous = settings.is_asynchronous and not is_plain
-        if settings.core == "values" and not settings.only_measures:
+        if settings.core == "values":
             kinds = (ValuePipeline, ValueTraining)
             if is_asynchronous:
                 kinds = (AsynchronousValuePipeline, AsynchronousValueTraining)

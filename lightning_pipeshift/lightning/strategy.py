@@ -49,6 +49,7 @@ from lightning_pipeshift.lightning.connection import Connection, RankPlace
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
+from lightning_pipeshift.lightning.optimizers import check_known
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
@@ -601,6 +602,7 @@ class PipeShiftStrategy(ParallelStrategy):
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, is_plain, on_values and not is_automatic)
+            check_known(self.optimizers, module, {*module.parameters()}.__contains__)
         self.setup_precision_plugin()
 
     def _settings(self, trainer: pl.Trainer, seed: int) -> Settings:

@@ -139,7 +139,7 @@ class TrainingSteps:
         else:
             check_backward(trainer.lightning_module)
             if pipeline.holdings is not None:
-                check_known(trainer.optimizers, pipeline.holdings)
+                check_known(trainer.optimizers, pipeline.root, pipeline.holdings.is_known)
             result = self._pipelined(self._given(batch, step, number))
         if not self._num_steps:
             self._show_stages()

@@ -24,6 +24,7 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
@@ -119,7 +120,13 @@ class ValueTraining(TrainingSteps):
         """
         settle = self._pipeline.settle_values
         self._log_values(adjustments)
-        adjustments.drain_before_validation(self._trainer, lambda: None, settle)
+        finish = self._pipeline.late_updates.finish
+
+        def end_epoch() -> None:
+            finish()
+            settle()
+
+        adjustments.drain_before_validation(self._trainer, finish, end_epoch)
 
     def _log_values(self, adjustments: Adjustments) -> None:
         is_alone = self._pipeline.is_by_itself
@@ -128,7 +135,12 @@ class ValueTraining(TrainingSteps):
     @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
+        super().drain(is_resumable)
         self._pipeline.settle_values()
+
+    def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
+        with run_by(None):
+            super()._update_late(late, keeps_gradients)
 
 
 # User code between the calls of two steps, which may look at what steps have left.

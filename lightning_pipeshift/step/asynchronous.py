@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,9 @@ from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
@@ -46,12 +49,14 @@ class _UnderWay:
         step: its losses.
         run: the number of its run in the core.
         tag: what belongs to it for the caller.
+        sums: sums its gradients over the virtual machines, if an update follows.
     """
 
     given: TrainingBatch
     step: Step
     run: int
     tag: Any
+    sums: Aggregation | None
     microbatch: SuspendableMicrobatch = field(init=False)
     results: Structure = field(init=False)
     """The step's result and logs, and the latest values of the metrics, as one structure."""
@@ -137,29 +142,83 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         core, holdings = self.core, self.holdings
         assert core is not None
         assert holdings is not None
+        # The core sums their gradients.
+        holdings.sums_shared, holdings.shared = False, SharedParameters([])
+        self._place_shared()
+
+    def _place_shared(self) -> None:
+        """Makes the first stage that holds a trained parameter its owner."""
+        core, holdings = self.core, self.holdings
+        assert core is not None
+        assert holdings is not None
         for use in holdings.uses:
             holders = holdings.holders_of(use.parameter)
             if len(holders) > 1 and use.parameter.requires_grad:
                 core.parameter_owners[use.parameter] = holders[0]
                 core.written.add(use.parameter)
-        # The core sums their gradients.
-        holdings.shared = SharedParameters([])
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        raise PlanError(
-            "With `core='values'` layers do not change their owners in an asynchronous schedule"
-            " yet. Use `core='trace'`, or start a run with the new plan."
-        )
+    # --- moves ---
+
+    def _require_movable(self, parts: Sequence[CutOver]) -> None:
+        super()._require_movable(parts)
+        for part in parts:
+            self._require_one_holder(part.plan)
+
+    def _require_one_holder(self, plan: Plan) -> None:
+        """Raises PlanError if a layer moves with a tensor of which another stage may have the
+        newest values: that one is not asked while minibatches are in flight.
+        """
+        core = self.core
+        assert core is not None
+        now, then = (each.placement.stages(self.vm) for each in (self.plan, plan))
+        elsewhere = {*core.shared_state(), *(x for x in core.written if not x.requires_grad)}
+        for layer, name in zip(core.layers, core.names, strict=True) if elsewhere else ():
+            number = core.number[layer]
+            for inner, tensor in (*layer.named_buffers(), *layer.named_parameters()):
+                if now[number] != then[number] and tensor in elsewhere:
+                    raise PlanError(
+                        f"schedule={self.settings.schedule!r}: steps write to `{name}.{inner}`, or"
+                        " several layers have it, and no optimizer trains it. So the layer"
+                        f" `{name}` cannot change its owner while minibatches are in flight. Leave"
+                        " it where it is, or use schedule='1f1b'."
+                    )
+
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
+        """See :class:`AsynchronousPipeline`."""
+        if self._live.last is not None or self._live.layers:
+            # This stage may wait for layers whose old owner waits for a suspended step of this one.
+            self._end_steps()
+        return super().before_minibatch(batch, batch_idx, ends_update)
+
+    def _come_into_force(self, plan: Plan) -> None:
+        """See :class:`AsynchronousPipeline`. Minibatches in flight have their values and gradients
+        where these are: only backwards are left of them.
+        """
+        self._require_one_holder(plan)
+        super()._come_into_force(plan)
+        core, between = self.core, self._between
+        assert core is not None
+        assert between is not None
+        core.place(self._owners())
+        self._place_shared()
+        core.note(between)
+        self._leave_tails()
+        self._begin_outside()
+        self._begin_engine()
 
     def _note_begin(self) -> None:
         Pipeline._note_begin(self)
 
     def meets(self) -> None:
         """See :class:`Pipeline`. Other stages may wait for what a suspended step does."""
+        self._end_steps()
+        super().meets()
+
+    def _end_steps(self) -> None:
+        """Runs the rest of the steps that are suspended."""
         if self._flight.live and self._versions is None:
             with self.in_call(None):
                 self._go_on(leaves_some=False)
-        super().meets()
 
     @property
     def _runner(self) -> AsynchronousValuePipeline:
@@ -195,21 +254,24 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             tag,
         )
         self._begins = self._under_way[minibatches.next] = _UnderWay(
-            given, minibatch.step, core.num_steps, tag
+            given, minibatch.step, core.num_steps, tag, minibatch.sums
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
+        self._begin_timing(minibatches.next)
         finished = minibatches.begin(minibatch)
         self._begins = None
         self._begin_outside()
-        self._num_microbatches_done += 1
-        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
-        return [] if finished is None else [self._finish(finished)]
+        return self._end_minibatch(given, finished)
 
     def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        todo, later = (
+            [one for one in each if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
+            for each in (row, ahead)
+        )
+        self._begin_row((*todo, *later))
         self._flight.todo.extend(todo)
         self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
 
@@ -245,9 +307,10 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         """Returns the function that begins to sum gradients over the virtual machines (replicas of
         the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
         """
-        accumulation = self._under_way[action.microbatch].given.accumulation
-        sums = self._sums(accumulation)
-        return sums.arm if sums is not None and not accumulation.has_begun else None
+        one = self._under_way[action.microbatch]
+        return (
+            one.sums.arm if one.sums is not None and not one.given.accumulation.has_begun else None
+        )
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
@@ -256,7 +319,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             with super()._around(action):
                 yield
             return
-        one = self._under_way[action.microbatch]
+        one, moves = self._under_way[action.microbatch], self.live_migration
         is_later = action.kind is Kind.FORWARD and one is not self._begins
         with self.in_call(one.tag) if is_later else nullcontext(), super()._around(action):
             versions.begin_action(0, action)
@@ -273,6 +336,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                     )
             finally:
                 versions.end_action(action)
+            if moves is not None and one.microbatch.is_done:
+                moves.end_action(action)
 
     def _writes_to_weights(self) -> dict[str, int]:
         """How often each trained parameter of this stage has been written to."""
@@ -307,10 +372,13 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                 microbatch.first_gradient = None
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
+        core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
+        microbatch.timer = self._timers.get(number)
+        microbatch.saves = self._saves(number, part.batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:
@@ -373,5 +441,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _end_drain(self) -> None:
         assert self.core is not None
         self._leave_tails()
+        self._end_row()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
         self._gathered(*self._begin_gathering(None))

@@ -13,35 +13,48 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
+from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.devices.properties import total_memory
+from lightning_pipeshift.errors import BudgetError, PlanError, some_of
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.parameters.uses import parameter_uses
-from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.saved.saved_tensors import (
+    SavedTable,
+    addresses_of,
+    bytes_of,
+    resident_in,
+)
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
     Structure,
@@ -51,10 +64,16 @@ from lightning_pipeshift.values.gathering import (
     require_same_program,
 )
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
+EVALUATIONS_AHEAD = 4
+"""How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
+WAIT = "[PipeShift] wait for other stages"
 
 
 class _Recorder(LogRecorder):
@@ -118,18 +137,95 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self._store: ActivationStore | None = None
+        """While a training step runs, what keeps its saved tensors within the budget."""
+        self._places: dict[Action, int] = {}
+        """Of the actions in the step's row."""
+        self._where = Where()
+        self._known: Core | None = None
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
+        self._idle: frozenset[int] = frozenset()
+        """The layers that no step calls, as far as that is known before the first one."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls of layers and operations."""
 
     def _install(self) -> None:
         """Layers run at their owners in steps only: nothing is installed."""
 
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        layers = [gate.layer for gate in self._trace_cache.gates]
+        cache = self._trace_cache
+        found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            if len({layer for each in calls for layer, _, _ in each}) == len(cache.gates):
+                break
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self.replicas.world.share_object(
+            call_order(
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(cache.gates)
+            ),
+            source=0,
+        )
+        if order != sorted(order):
+            cache.gates = [cache.gates[index] for index in order]
+            for index, gate in enumerate(cache.gates):
+                gate.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self._known = found.core
+        layers = [gate.layer for gate in cache.gates]
+        is_known = trains and not found.end and not found.draws
+        idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        idle, crossings = self.replicas.world.share_object((idle, crossings), source=0)
+        self._idle = idle
         uses = parameter_uses(self.root, layers, {}, None)
-        figures = {
-            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-            for at, layer in enumerate(layers)
-        }
-        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
+        self._is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(idle, Figures(0.0))
+        return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
+
+    def _run_without_values(
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [gate.layer for gate in self._trace_cache.gates]
+        if not self._looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self.root)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with self.streams.switched(*key), in_step:
+            states = self.streams.torch_states()
+            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
+            found.draws = self.streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self.streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for layer, leaves, rebuild in found.calls:
+                gate = self._trace_cache.gates[layer]
+                with preserved(gate.layer.modules()):
+                    stopwatch.observe_call(gate, leaves, rebuild)
+        return stopwatch.figures
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     @property
     def _traces_steps(self) -> bool:
@@ -173,12 +269,17 @@ class ValuePipeline(Pipeline):
         # Nothing has to be known of a step before it runs: the first plan is final.
         optimizers = list(self.find_optimizers())
         super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
-        if any(self.plan.recompute):
+        if any(self.plan.recompute) and not self._is_automatic:
             raise PlanError(
-                "The plan recomputes layers, which `core='values'` does not do yet. Use"
-                " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
+                "The plan recomputes layers, and with manual optimization the step calls `backward`"
+                " itself, as soon as it has the loss. Use a plan without 'recompute', or"
+                " `recompute='none'`; or checkpoint the layers in the step"
+                " (`torch.utils.checkpoint`)."
             )
-        if self.settings.plan is None:
+        self._called -= self._idle
+        if self._idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=layers, prediction=None)
@@ -191,6 +292,7 @@ class ValuePipeline(Pipeline):
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
+        mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
             self.root,
             [gate.layer for gate in self._trace_cache.gates],
@@ -200,24 +302,31 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if self._known is not None:
+            self.core.learn_from(self._known)
+            self._known = None
+        self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
-        if not getattr(self.root, "automatic_optimization", True):
+        if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
-        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
-            names = some_of([repr(name) for name in compiled])
-            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
         holdings.is_common = lambda buffer: buffer not in parameter_owners
+        self.late_updates.await_before = self.core.await_before
         self._begin_engine()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether backwards and the optimizer's steps are Lightning's."""
+        return getattr(self.root, "automatic_optimization", True)
 
     def _owners(self) -> Callable[[int, int], int]:
         stage_of = self.plan.placement.stages(self.vm)
@@ -227,7 +336,9 @@ class ValuePipeline(Pipeline):
         """Begins to learn what steps use behind their reads, which depends on who owns what."""
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._tails = None
+        if not is_alone:
+            self._tails = Tails(self.core, self.messages.append, objects=_objects_around(self.root))
         self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
@@ -290,7 +401,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self._recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -304,6 +419,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
@@ -313,8 +429,10 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._running_steps():
+        with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
 
@@ -322,20 +440,61 @@ class ValuePipeline(Pipeline):
     def _running_steps(self) -> Iterator[None]:
         assert self.core is not None
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
+        # A compiler follows neither values nor the parameters' class: see `Core.compiling`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        recorder = self.recorder_of_actions
+        # Layers run again where their backward would.
+        done = replace(action, kind=Kind.BACKWARD) if action.kind is Kind.RECOMPUTE else action
+        place = self._places.get(done, 0)
+        listeners: list[ActionListener] = [
+            each for each in (self.recorder_of_actions, self._store) if each is not None
+        ]
+        if self.late_updates.is_pending:
+            self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
-            if recorder is not None:
-                recorder.begin_action(0, action)
-            yield
-            if recorder is not None:
-                recorder.end_action(action)
+            for listener in listeners:
+                listener.begin_action(place, action)
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise self._explained(error, action) from error
+            for listener in reversed(listeners):
+                listener.end_action(action)
         self.channels.num_done += 1
+
+    def _begin_row(self, row: Row) -> None:
+        """Called with a training step's actions on this stage, before the first of them."""
+        self._store = self.memory.store if self.memory is not None else None
+        if self._store is not None:
+            self._store.begin_step(row)
+            self._places = {action: place for place, action in enumerate(row)}
+
+    def _end_row(self) -> None:
+        self._store, self._places = None, {}
+
+    def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
+        device, store = self.channels.device, self._store
+        return explained(
+            error,
+            f"stage {self.channels.stage}",
+            str(action),
+            self._where.layer_under_way,
+            store.device_bytes if store is not None else None,
+            0.0 if device.type == "cpu" else total_memory(device),
+        )
+
+    def _update_before(self, action: Action) -> None:
+        """Makes late updates that are due anyway; before a backward, all: of layers that the step
+        has not called, too.
+        """
+        with run_by(None):
+            if action.kind is Kind.FORWARD:
+                self.late_updates.begin_action(0, action)
+            else:
+                self.late_updates.finish()
 
     # --- training ---
 
@@ -344,8 +503,6 @@ class ValuePipeline(Pipeline):
             what
             for what, is_found in (
                 ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("recomputation", any(plan.recompute)),
-                ("new owners from the middle of a step on", bool(from_microbatch)),
                 (
                     "moves of weights that several layers share, with manual optimization",
                     self._moves_shared(plan),
@@ -358,7 +515,8 @@ class ValuePipeline(Pipeline):
                 f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
                 " training runs yet. Use `core='trace'`, or start a run with the new plan."
             )
-        super()._request(plan, from_microbatch)
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        super()._request(plan, 0 if from_microbatch else from_microbatch)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
@@ -366,17 +524,28 @@ class ValuePipeline(Pipeline):
         """
         assert self.holdings is not None
         old, new = (each.placement.stages(self.vm) for each in (self.plan, plan))
-        return not getattr(self.root, "automatic_optimization", True) and any(
+        return not self._is_automatic and any(
             use.is_shared and any(old[layer] != new[layer] for layer in use.layers)
             for use in self.holdings.uses
         )
 
     def _change_owners(self, given: TrainingBatch) -> None:
         """Puts the plan in force whose layers have been prepared for it, between two steps."""
+        if self.changes.last is not None:
+            self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
         self.changes.before_step(given, [])
-        self._finish_change()
+        core, migration = self.core, self.changes.migration
+        assert core is not None
+        if migration is None:
+            return
+        if not self._is_automatic or given.keeps_gradients:
+            # The step itself updates the weights, or adds to the gradients.
+            self._finish_change()
+            return
+        for layer in migration.awaited:
+            core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
         super()._finish_change()
@@ -401,22 +570,25 @@ class ValuePipeline(Pipeline):
             part: its first microbatch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
         key = self._key("train", given.step_number, 0)
         self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._votes.before_step(given, [])
         self._change_owners(given)
+        self._follow_moves_with_memory()
 
     def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step(given, [], report)
         self.changes.after_step(given, [], report)
+        self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
-            self.core.result_bytes.clear()
+        self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
@@ -425,12 +597,14 @@ class ValuePipeline(Pipeline):
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step: see :class:`Pipeline`."""
-        given = replace(given, leaves_late=False)
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
+        if self.changes.migration is not None:
+            # Optimizers' state may arrive until now, and weights of layers that were not called.
+            self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given, report, len(slices))
         return report
@@ -477,6 +651,7 @@ class ValuePipeline(Pipeline):
         if len(slices) > 1:
             self._batch_metrics.begin()
         profiler.begin_step()
+        self._begin_row(row[self.channels.stage])
         self._in_step(
             "train",
             given.step_number,
@@ -486,14 +661,43 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
             profiler.timers(sizes) if is_measured else {},
+            lambda turn: self._saves(turn, slices[turn][0], is_first=not turn),
         )
         profiler.end_step()
+        self._end_row()
+        # Where there was no backward.
+        self.late_updates.finish()
         begin_gradients(True)
         if len(slices) > 1:
             self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
+
+    def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
+        """What keeps the tensors that autograd saves of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            batch: its part of the batch.
+            is_first: whether it is the first one of the step.
+        """
+        recompute, profiler = self.plan.recomputations(self.vm), self.planning.profiler
+        is_observed = self.planning.measures and not profiler.is_over and not profiler.num_steps
+        observer = profiler.observer if is_observed and is_first else None
+        if self._store is None and observer is None and not recompute:
+            return None
+        device = self.channels.device
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        saves = Saves(self._trace_cache.gates, recompute, device, self._where, min(own, default=0))
+        if self._store is not None or observer is not None:
+            saves.look(
+                SavedTable(number, self._store, addresses_of(batch), device),
+                self._store,
+                observer,
+                resident_in(self.root),
+            )
+        return saves
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.
@@ -549,7 +753,8 @@ class ValuePipeline(Pipeline):
         self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
     ) -> Report:
         """The report of a step, on every stage."""
-        found, is_last_batch = self._gathered(everything, posted)
+        with self._profile(WAIT):
+            found, is_last_batch = self._gathered(everything, posted)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, [], is_last_batch)
         report.stops = given.stops()
@@ -576,7 +781,9 @@ class ValuePipeline(Pipeline):
         self._prepare(key, step, batch, (), final)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
-        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
+        ((result, logs),) = self._in_step(
+            purpose, step_number, [batch], function, row, num_ahead=EVALUATIONS_AHEAD
+        )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
         each_step = any(log.options.get("on_step") for log in logs)
@@ -676,6 +883,16 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
+
+
+def _objects_around(module: Any) -> dict[str, Any]:
+    """What a step may use besides its module, by descriptions."""
+    trainer = getattr(module, "_trainer", None)
+    found = {"the Trainer": trainer, "the data module": getattr(trainer, "datamodule", None)}
+    for name in ("callbacks", "loggers"):
+        for each in getattr(trainer, name, ()):
+            found[f"the {name[:-1]} `{type(each).__name__}`"] = each
+    return {what: x for what, x in found.items() if x is not None}
 
 
 def _of_its_own(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ import weakref
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.messages import Key
 
 
 class Memory:
@@ -14,16 +15,18 @@ class Memory:
 
     Attributes:
         accounts: of the values that share it.
+        offers: the messages that could carry its bytes as they are now: see :meth:`Mailbox.offer`.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
         has_returned: whether a value's consumers were at another stage and are at its owner again:
             they use another tensor there, whose history a write through a view would reach alone.
     """
 
-    __slots__ = ("accounts", "has_returned", "num_writes", "writer")
+    __slots__ = ("accounts", "has_returned", "num_writes", "offers", "writer")
 
     def __init__(self) -> None:
         self.accounts: list[weakref.ref[Account]] = []
+        self.offers: list[Key] = []
         self.num_writes = 0
         self.writer: int | None = None
         self.has_returned = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
+        layer: its number; ``None`` for an operation.
     """
 
     function: Callable[..., Any]
@@ -74,6 +75,28 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
+    layer: int | None = None
+
+
+class CallWatch(Protocol):
+    """Is told of what steps run."""
+
+    def called(self, program: Calls, call: Call, result: Any) -> None:
+        """A layer or an operation has been called.
+
+        Args:
+            program: which called it.
+            call: the call.
+            result: with values.
+        """
+
+    def read(self, program: Calls, label: str) -> None:
+        """Values are read into Python.
+
+        Args:
+            program: which reads them.
+            label: the name of the function that does.
+        """
 
 
 class Calls(Transfers):
@@ -119,6 +142,9 @@ class Calls(Transfers):
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()
+            for at in range(len(arguments.tensors)) if contract is None else contract.written:
+                if type(arguments.tensors[at]) in PLACED:
+                    self.copy_offers(arguments.tensors[at])
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with without_torch_function_of_subclasses():
             with run_by(None):
@@ -202,7 +228,8 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account)
+            # A layer may return a buffer, and write to it later.
+            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
         return self.new_value(spec, account)
 
     def _values(

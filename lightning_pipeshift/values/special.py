@@ -119,7 +119,7 @@ def _told_gradients(
             if spec is not None:
                 account = microbatch.new_account(stage, False, gradient, Memory())
                 with without_torch_function_of_subclasses():
-                    microbatch.offer(account)
+                    microbatch.offer(account, is_changed_unseen=True)
                 found[tensor] = value = microbatch.new_value(spec, account)
                 value.stays = True
     return found

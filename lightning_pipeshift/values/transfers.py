@@ -23,6 +23,7 @@ from lightning_pipeshift.values.arguments import (
 )
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
 from lightning_pipeshift.values.program import NotedProgram
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
 
 
-# Values up to this size are kept to the end of the next run, for stages that read them alone.
+# Values up to this size are kept for stages that read them alone, as long as `KEPT_RUNS` says.
 _KEPT_BYTES = 4096
 
 
@@ -53,6 +54,8 @@ class Transfers(NotedProgram):
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
+        self.saves: Saves | None = None
+        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._new_token()
 
     def release(self) -> None:
@@ -72,6 +75,11 @@ class Transfers(NotedProgram):
         self._new_token()
         self.accounts.clear()
 
+    @property
+    def ends(self) -> list[Tensor]:
+        """Where gradients of other stages enter this stage's graph."""
+        return [self._token] if self._has_ends else []
+
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self.core.device, requires_grad=True)
         self._has_ends = False
@@ -85,6 +93,8 @@ class Transfers(NotedProgram):
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
+        if self.core.awaits:
+            self.core.before_parameter(tensor)
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]
@@ -154,6 +164,8 @@ class Transfers(NotedProgram):
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
                 account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                if self.saves is not None:
+                    self.saves.received(account.tensor)
         account.holders.add(stage)
 
     def _require_as_sent(self, account: Account, label: str) -> None:
@@ -284,21 +296,38 @@ class Transfers(NotedProgram):
         if account.name is None:
             # A parameter: it changes between two steps, but not in one.
             number = -1 - self.core.parameter_numbers[tensor]
-            part = self._num_backwards
-            return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
-        return key_of(account)
+            run, part = self._run_number, self._num_backwards
+            return Key(account.owner, run, self.turn, Kind.READ, part, number, run)
+        return key_of(account)._replace(read_in=self._run_number)
 
-    def offer(self, account: Account) -> None:
+    def offer(self, account: Account, is_changed_unseen: bool = False) -> None:
         """Lets other stages ask for a value of this one, if it is small. Called inside of
         :data:`without_torch_function_of_subclasses`.
+
+        Args:
+            account: of the value.
+            is_changed_unseen: whether other code than operations may write to its memory.
         """
         tensor = account.tensor
         if account.name is None or tensor is None or self._is_alone:
             return
         if tensor.nbytes <= _KEPT_BYTES:
-            # Torch does not count writes to tensors of inference mode, so they are copied.
-            kept = tensor.clone() if tensor.is_inference() else tensor.detach()
-            self.mailbox.offer(key_of(account), kept)
+            key, kept = key_of(account), tensor.detach()
+            # Torch does not count writes to tensors of inference mode, so they are copied. And a
+            # small view would keep all of a large memory.
+            is_part = kept.untyped_storage().nbytes() > _KEPT_BYTES
+            if is_changed_unseen or is_part or kept.is_inference():
+                kept = kept.clone()
+            else:
+                account.memory.offers.append(key)
+            self.mailbox.offer(key, kept)
+
+    def copy_offers(self, tensor: Tensor) -> None:
+        """Called before a write to a value."""
+        memory = self.account_of(tensor).memory
+        for key in memory.offers:
+            self.mailbox.copy_offer(key)
+        memory.offers.clear()
 
 
 def _unpickled(message: Message) -> Any:
@@ -307,7 +336,7 @@ def _unpickled(message: Message) -> Any:
 
 
 def key_of(account: Account) -> Key:
-    """Of the message that carries a value to a stage that reads it."""
+    """Of a value, for the stages that read it."""
     assert account.name is not None
     run, turn, number = account.name
     return Key(account.owner, run, turn, Kind.READ, account.version, number)

@@ -264,8 +264,8 @@ def test_branches_of_steps(num_microbatches: int) -> None:
 def test_a_step_is_followed_again_for_another_branch_only() -> None:
     names, how = ["EveryFewSteps", "InTurn", "CountsInFront", "KeepsTheBest"], {"microbatches": 2}
     for rank in run_ranks(all_trained, 2, 2, names, how):
-        # Two branches of training, and the validation.
-        assert [count for _, count in rank] == [3, 3, 3, 3]
+        # Two branches of training, and the validation; the core on values traces no step.
+        assert [count for _, count in rank] == [0 if ON_VALUES else 3] * 4
 
 
 class CountsByTheIndex(CountsAtTheEnd):
@@ -376,8 +376,9 @@ def test_what_no_stage_can_know_in_time_is_an_error(how: dict[str, Any]) -> None
         outcomes = run_ranks(trained, 2, "ScalesByItsLosses", how, expect_failure=True)
         assert any("`self.total`" in outcome.message for outcome in outcomes)
         how = {"microbatches": 1}
-    alone = run_ranks(trained, 1, "ScalesByItsLosses", how)[0][0]
-    together = run_ranks(trained, 2, "ScalesByItsLosses", how)[0][0]
+    (together, _), (other, _) = run_ranks(trained, 2, "ScalesByItsLosses", how)
+    # An asynchronous schedule has other weights on each split.
+    alone = other if "schedule" in how else run_ranks(trained, 1, "ScalesByItsLosses", how)[0][0]
     for key, value in alone.items():
         assert torch.equal(value, together[key]), key
 
@@ -441,7 +442,7 @@ def test_what_a_list_or_an_object_may_lack_is_said_once(
     name: str, attribute: str, how: dict[str, Any], count: int
 ) -> None:
     first, last = run_ranks(warned, 2, name, how)
-    assert (len(first), len(last)) == (0, count)
+    assert (len(first), len(last)) == (0, 0 if ON_VALUES else count)
     assert all(f"reads `self.{attribute}`" in text for text in last), last
 
 

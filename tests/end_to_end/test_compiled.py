@@ -161,5 +161,10 @@ def count_graphs(num_ranks: int) -> int:
 
 
 def test_layers_are_compiled_once_and_not_their_gates() -> None:
+    counts = run_ranks(count_graphs, 2, 2)
+    if ON_VALUES:
+        # All blocks have the same code, and both stages have some.
+        assert counts == [1, 1]
+        return
     # All blocks have the same code; it is compiled again where guards differ.
-    assert all(1 <= count <= 4 for count in run_ranks(count_graphs, 2, 2))
+    assert all(1 <= count <= 4 for count in counts)

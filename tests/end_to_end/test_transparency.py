@@ -295,18 +295,15 @@ def cuts_in_three(num_layers: int, number: int) -> list[list[int]]:
 
 def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
     """All schedules by turns, with and without recomputation; and every second one ends as the
-    others are cut, and has saved tensors moved in some way. With ``core="values"``: schedules only.
+    others are cut, and has saved tensors moved in some way (not with ``core="values"``).
     """
     names = tuple(SYNCHRONOUS)
     found = []
     for i, cut in enumerate(cuts):
         how = Pipelined(cut, names[(i + number) % len(names)])
-        if ON_VALUES:
-            found.append(how)
-            continue
         if (i + number // 3) % 2:
             how = how._replace(recompute="full")
-        if i % 2:
+        if i % 2 and not ON_VALUES:
             how = how._replace(then=tuple(cuts[i - 1 :: -1]))
             policy = list(POLICIES)[(i // 2 + number) % len(POLICIES)]
             how = how._replace(memory=policy, recompute="none")

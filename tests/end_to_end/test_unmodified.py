@@ -701,7 +701,10 @@ def test_models_as_others_write_them_train_the_same_on_any_number_of_stages() ->
                         wrong.append(f"{what}: {found if isinstance(found, str) else expected}")
                         continue
                     try:
-                        layers = expected.layers if len(expected.layers) > 1 else found.layers
+                        has_order = len(expected.layers) > 1
+                        # What reads values does not show its order before the first step.
+                        has_order &= not (ON_VALUES and name == "NeedsRealValues")
+                        layers = expected.layers if has_order else found.layers
                         assert_same_bits(
                             found._replace(optimizer_state={}),
                             expected._replace(layers=layers),
@@ -755,8 +758,8 @@ def count_traces(devices: int) -> tuple[int, int, list[float]]:
 def test_following_leaves_no_trace() -> None:
     assert run_ranks(count_traces, 1, 1) == [(6, 6, [1.0] * 6)]
     first, second = run_ranks(count_traces, 2, 2)
-    # The code behind a stage's own layers is not run there.
-    assert first == (6, 6, [])
+    # The old core does not run the code behind a stage's own layers there.
+    assert first == (6, 6, [1.0] * 6 if ON_VALUES else [])
     assert second == (6, 6, [1.0] * 6)
 
 

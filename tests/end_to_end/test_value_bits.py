@@ -488,7 +488,7 @@ def test_the_first_rank_of_each_virtual_machine_logs() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (LogsTooLate, {"limit_val_batches": 3}, "is not kept any more"),
+        (LogsTooLate, {"limit_val_batches": 8}, "is not kept any more"),
         (HooksOnAll, {}, "has a hook on its backward, and several layers in it"),
     ],
 )

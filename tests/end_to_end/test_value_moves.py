@@ -316,15 +316,10 @@ class Asks(pl.Callback):
         if others[2] != 1:
             return
         plan, (first, second) = strategy.plan, strategy.plan.ranks[0]
-        for given in (
-            (plan, 1),
-            (replace(plan, ranks=((second, first),)), 0),
-            (replace(plan, recompute=((0,),)), 0),
-        ):
-            try:
-                strategy.adopt(*given)
-            except PlanError as error:
-                self.said.append(str(error))
+        try:
+            strategy.adopt(replace(plan, ranks=((second, first),)), 0)
+        except PlanError as error:
+            self.said.append(str(error))
 
 
 def asked() -> Any:
@@ -335,10 +330,8 @@ def asked() -> Any:
 def test_what_cannot_change_between_steps_is_refused_and_training_goes_on() -> None:
     for counts, said in run_ranks(asked, 2):
         assert counts == [(4, 4)] * 4
-        middle, order, again = said
-        assert "from the middle of a step on" in middle
+        (order,) = said
         assert "another order of the ranks" in order
-        assert "recomputation" in again
 
 
 def test_moves_of_what_one_stage_has_the_optimizers_state_of_are_refused() -> None:

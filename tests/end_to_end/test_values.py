@@ -33,6 +33,7 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.training import QUIET
 
 WIDTH, WORDS, LENGTH, SAMPLES, MICROBATCHES, BATCHES = 16, 11, 6, 8, 4, 3
+NOTED: list[float] = []
 
 CORES = "values", "trace"
 

@@ -73,7 +73,12 @@ class Compiled(Trains):
 
 
 def held_bytes(model: L.LightningModule) -> int:
-    """The bytes of all tensors that the process can reach."""
+    """The bytes of all tensors that the process can reach; also where a step may not use them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _held_bytes(model)
+
+
+def _held_bytes(model: L.LightningModule) -> int:
     found = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
     # Those that Python has not seen yet.
     found += [p.grad for p in model.parameters() if p.grad is not None]

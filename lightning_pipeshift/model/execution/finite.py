@@ -40,29 +40,40 @@ class FiniteCheck(LayerListener):
 
     def enter(self, gate: Gate, arguments: Any) -> None:
         """Raises NotFiniteError if an argument of a layer is NaN."""
-        leaves, _ = flatten(arguments, opens_objects=True)
-        if _has(torch.isnan, leaves):
-            raise NotFiniteError(
-                f"NaN first appears in the arguments of the layer {gate.name!r}, in {self._place}:"
-                " in the batch, or in the code before this layer."
-            )
+        self.given(gate.name, arguments)
 
     def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
         """Raises NotFiniteError if a layer returns NaN without NaN in its arguments."""
+        self.returned(gate.name, arguments, results)
+
+    def given(self, name: str, arguments: Any) -> None:
+        """Raises NotFiniteError if an argument of the layer of this name is NaN."""
+        leaves, _ = flatten(arguments, opens_objects=True)
+        if _has(torch.isnan, leaves):
+            raise NotFiniteError(
+                f"NaN first appears in the arguments of the layer {name!r}, in {self._place}:"
+                " in the batch, or in the code before this layer."
+            )
+
+    def returned(self, name: str, arguments: Any, results: Iterable[Any]) -> None:
+        """Raises NotFiniteError if the layer of this name returns NaN without NaN in its
+        arguments.
+        """
+        results = list(results)
         if _has(torch.isnan, results):
             given, _ = flatten(arguments, opens_objects=True)
             cause = " It was given infinite values." if _has(torch.isinf, given) else ""
             raise NotFiniteError(
-                f"NaN first appears in the result of the layer {gate.name!r}, in {self._place}."
+                f"NaN first appears in the result of the layer {name!r}, in {self._place}."
                 f"{cause}{self._infinite}"
             )
         if self._first_infinite is None and _has(torch.isinf, results):
             given, _ = flatten(arguments, opens_objects=True)
             if not _has(torch.isinf, given):
-                self._first_infinite = gate.name
+                self._first_infinite = name
                 log.warning(
                     "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
-                    gate.name,
+                    name,
                     self._place,
                 )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
+from lightning_pipeshift.model.execution.trees import Rebuild, address_of, flatten, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
@@ -28,6 +28,13 @@ from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 _REPEATS = 3
+
+
+class Unknown(NamedTuple):
+    """Stands for a tensor of which no rank has the values yet."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Figures(NamedTuple):
@@ -91,7 +98,16 @@ class Stopwatch:
 
     def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Times the layer on inputs like these, unless it fails on synthetic inputs."""
-        leaves, rebuild = flatten((args, kwargs))
+        self.observe_call(gate, *flatten((args, kwargs)))
+
+    def observe_call(self, gate: Gate, leaves: Sequence[Any], rebuild: Rebuild) -> None:
+        """As :meth:`observe`.
+
+        Args:
+            gate: that of the layer.
+            leaves: of the arguments.
+            rebuild: builds arguments of such leaves.
+        """
         signature = (
             type(gate.layer),
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
@@ -260,7 +276,7 @@ class Stopwatch:
         return tensor.detach().to(self._device, copy=is_buffer)
 
     def _made_up(self, leaf: Any, trains: bool) -> Any:
-        if not isinstance(leaf, Placeholder):
+        if not isinstance(leaf, Placeholder | Unknown):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         numbers = self._numbers(leaf)
         if trains and (numbers.is_floating_point() or numbers.is_complex()):
@@ -268,7 +284,7 @@ class Stopwatch:
             return GradientBox(numbers).open()
         return numbers
 
-    def _numbers(self, like: Tensor) -> Tensor:
+    def _numbers(self, like: Tensor | Unknown) -> Tensor:
         if like.dtype.is_floating_point or like.dtype.is_complex:
             return torch.randn(like.shape, device=self._device).to(like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=self._device)

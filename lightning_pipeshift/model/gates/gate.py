@@ -129,10 +129,14 @@ class Gate:
 
     def run_plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer itself, without looking for side outputs."""
+        return self.run_by(self.original, *args, **kwargs)
+
+    def run_by(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer with its weights; ``forward`` calls it."""
         if self.weights is None:
-            return self.original(*args, **kwargs)
+            return forward(*args, **kwargs)
         with self.weights.running(self.index):
-            output = self.original(*args, **kwargs)
+            output = forward(*args, **kwargs)
         self.weights.before_backward_of(self.index, leaves_of(output))
         return output
 

@@ -60,6 +60,7 @@ class LayerCall:
         kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
+        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class LayerCall:
         kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
+        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.gate = gate
+        self._forward = forward or gate.run
         self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
@@ -93,7 +96,7 @@ class LayerCall:
             # A saved tensor may be a view of a weight.
             unpack = Saved.get if self.gate.weights is None else partial(_unpacked, self.gate)
             stack.enter_context(saving(pack, unpack))
-            return self.gate.run(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
@@ -124,6 +127,7 @@ class RecomputedRegion(LayerCall):
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
+        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
@@ -135,8 +139,9 @@ class RecomputedRegion(LayerCall):
         table: SavedTable | None = None,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
+        forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(gate, args, kwargs, table or SavedTable(), observer)
+        super().__init__(gate, args, kwargs, table or SavedTable(), observer, forward)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
@@ -315,7 +320,7 @@ class RecomputedRegion(LayerCall):
             stack.enter_context(saving(pack, _never))
             if left_out is not None:
                 stack.enter_context(left_out)
-            self.gate.run(*args, **kwargs)
+            self._forward(*args, **kwargs)
         if left_out is not None and not left_out.is_like_the_first:
             self._fail("the results of other operations", "not the same")
         if len(fresh) != len(self._saved):

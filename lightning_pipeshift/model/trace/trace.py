@@ -14,6 +14,7 @@ from lightning_pipeshift.model.trace.conditions import Conditions, PlainChanges
 from lightning_pipeshift.model.trace.switches import Switches
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.partition.boundaries import Crossing, possible_cuts
 
 Payload = list[tuple[Value, TensorSpec]]
 Place = tuple[str, str]
@@ -200,6 +201,18 @@ class Trace:
                 (value, spec) for value, spec in self.payload(boundary) if value in differentiable
             ]
         return self._gradients[boundary]
+
+    def crossings(self, num_layers: int) -> list[Crossing]:
+        """What crosses the boundary behind each layer."""
+        possible = possible_cuts(self.flow, num_layers)
+        return [
+            Crossing(
+                sum(spec.num_bytes for _, spec in self.payload(boundary)),
+                sum(spec.num_bytes for _, spec in self.gradients(boundary)),
+                boundary in possible,
+            )
+            for boundary in range(1, num_layers + 1)
+        ]
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape, strides and type of a value."""

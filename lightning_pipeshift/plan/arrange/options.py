@@ -144,11 +144,9 @@ class Options:
     @property
     def may_reorder(self) -> bool:
         """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
-        of an asynchronous schedule follow each other from the first rank on; ``core="values"`` does
-        not measure layers.
+        of an asynchronous schedule follow each other from the first rank on.
         """
-        measures = self.core != "values" and not self.is_asynchronous
-        return self.is_free and self.named_ranks is None and measures
+        return self.is_free and self.named_ranks is None and not self.is_asynchronous
 
     @property
     def leaves_numbers(self) -> bool:

@@ -185,18 +185,27 @@ def call_order(calls: Iterable[int], num_layers: int) -> list[int]:
 
 
 def merged(flows: Sequence[Flow]) -> Flow:
-    """A flow that only calls layers: each layer that any of the flows calls, once, in an order that
-    agrees with all of them; otherwise undetermined positions are in the order of the indices.
+    """A flow that only calls layers: in the order of :func:`merged_order`."""
+    order = merged_order([[call.layer for call in flow.calls] for flow in flows])
+    empty: frozenset[Value] = frozenset()
+    return Flow(tuple(Call(layer, 0, (), empty) for layer in order), empty, empty, empty)
+
+
+def merged_order(calls: Sequence[Sequence[int]]) -> list[int]:
+    """Each layer that any of several steps calls, once, in an order that agrees with all of them;
+    otherwise undetermined positions are in the order of the indices.
 
     Steps that skip layers at random call only some of them each time. If no order agrees with all
-    flows, the order is that of the first flow.
+    steps, the order is that of the first one.
+
+    Args:
+        calls: the layers that each step calls.
     """
     after: dict[int, set[int]] = {}
-    for flow in flows:
-        calls = [call.layer for call in flow.calls]
-        for layer in calls:
+    for layers in calls:
+        for layer in layers:
             after.setdefault(layer, set())
-        for before, layer in pairwise(calls):
+        for before, layer in pairwise(layers):
             if before != layer:
                 after[before].add(layer)
     num_before = dict.fromkeys(after, 0)
@@ -212,7 +221,4 @@ def merged(flows: Sequence[Flow]) -> Flow:
             num_before[layer] -= 1
             if not num_before[layer]:
                 heappush(ready, layer)
-    if len(order) < len(after):
-        return flows[0]
-    empty: frozenset[Value] = frozenset()
-    return Flow(tuple(Call(layer, 0, (), empty) for layer in order), empty, empty, empty)
+    return order if len(order) == len(after) else list(dict.fromkeys(calls[0]))

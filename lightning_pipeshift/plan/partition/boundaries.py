@@ -7,9 +7,24 @@ block balances nearly as well.
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.profile import Profile
+
+
+class Crossing(NamedTuple):
+    """What crosses the boundary behind a layer, for a microbatch.
+
+    Args:
+        payload_bytes: of the values.
+        gradient_bytes: of the gradients that come back.
+        may_be_cut: whether no value is sent backwards.
+    """
+
+    payload_bytes: int = 0
+    gradient_bytes: int = 0
+    may_be_cut: bool = True
 
 
 def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:

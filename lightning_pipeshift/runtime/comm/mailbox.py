@@ -20,7 +20,8 @@ import pickle
 import queue
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from lightning_pipeshift.runtime.comm.messages import (
 )
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
-_HEAD = struct.Struct(f"<2q4b2qQq64s96s{MOST_DIMS}q")
+_HEAD = struct.Struct(f"<2q4b3qQq64s96s{MOST_DIMS}q")
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
 _CONTIGUOUS = -1
@@ -56,6 +57,9 @@ class _Form(enum.IntEnum):
 _NOWHERE = Place("", 0, "")
 _Answer = tuple[int, Key, Tensor | None]
 """Of a stage that has asked for a value: the stage, the message, and the value if there is one."""
+KEPT_RUNS = 1
+"""A stage may read a value that only another one has by itself in the run that computes it, and in
+so many runs behind that; later, only if its owner reads it in the same run."""
 
 
 class _Wait(NamedTuple):
@@ -104,14 +108,12 @@ class Mailbox:
         self.num_bytes_sent = 0
         self._group, self._members, self._ranks = group, members, ranks
         self._watched = watched
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes the context of a wait, for a profiler."""
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
         self._latest: dict[tuple[int, ...], int] = {}
-        self._reads: dict[Key, int] = {}
-        """By message that is a read, the run in which it came: no stage has to take it."""
-        self.run = 0
-        """The run that has begun last."""
         self._error: BaseException | None = None
         self._ended: set[int] = set()
         self._num_waits = 0
@@ -124,11 +126,11 @@ class Mailbox:
         self._large: queue.Queue[tuple[Any, Tensor, int] | None] = queue.Queue()
         self._release: threading.Thread | None = None
         self._sending = threading.Lock()
-        # What other stages may read, which of them have got it, and which have asked for it before
-        # it was there, each in which phase.
+        # What other stages may read; by read, which of them have got it; by value, which have asked
+        # for it before it was there: in which run and phase.
         self._offers: dict[Key, tuple[Tensor, int]] = {}
         self._told: dict[Key, set[int]] = {}
-        self._asked: dict[Key, dict[int, int]] = {}
+        self._asked: dict[Key, list[tuple[int, int, int]]] = {}
         self.phase = 0
         """See :meth:`pass_phase`."""
         # The phase of each stage, as far as it has told it.
@@ -182,6 +184,7 @@ class Mailbox:
             is_view,
             key.part,
             key.serial,
+            key.read_in,
             place.digest,
             data.numel(),
             _cut(place.label, 64),
@@ -248,34 +251,49 @@ class Mailbox:
 
     # --- reads ---
 
+    # Whether a read is answered must not depend on which stage is faster. The stage that reads says
+    # in which run and phase; what its owner has to say of that is the same before and after.
+
     def offer(self, key: Key, tensor: Tensor) -> None:
         """Lets other stages ask for a value of this one.
 
         Args:
-            key: of the message that would carry it.
-            tensor: the value.
+            key: of the value: of a message that would carry it, without the run of a read.
+            tensor: the value. See :meth:`copy_offer`.
         """
         with self._offering:
             self._offers[key] = tensor, counted_writes(tensor)
-            asked = self._asked.pop(key, {})
-            answers = [self._answer(to, key, phase) for to, phase in asked.items()]
+            asked = self._asked.pop(key, [])
+            answers = [self._answer(key, *each) for each in asked]
         self._send_all(answers)
 
     def offered(self, key: Key) -> Tensor | None:
-        """Returns the value that other stages may read; ``None`` if it is not kept any more, or if
-        its memory has been written to since.
+        """Returns the value that other stages may read; ``None`` if it is not kept any more.
+
+        Args:
+            key: of the value; or of a read of it, which may come too late.
         """
-        tensor, version = self._offers.get(key) or (None, 0)
-        return tensor if tensor is not None and counted_writes(tensor) == version else None
+        tensor, version = self._offers.get(key._replace(read_in=0)) or (None, 0)
+        is_late = key.read_in > key.step + KEPT_RUNS
+        return None if is_late or tensor is None or counted_writes(tensor) != version else tensor
+
+    def copy_offer(self, key: Key) -> None:
+        """Copies a value, if others may read it: its memory will be written to."""
+        with self._offering:
+            if key in self._offers:
+                copied = self._offers[key][0].clone()
+                self._offers[key] = copied, counted_writes(copied)
 
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
-        """Sends a value that is read to all other stages, once."""
+        """Sends a value that is read to all other stages, once in a run."""
         with self._offering:
             told = self._told.setdefault(key, set())
             todo = [to for to in range(self.num_stages) if to != self.stage and to not in told]
             told.update(todo)
+        # Before this phase a stage may only read what is kept.
+        phase = self.phase if self.offered(key) is None else 0
         for to in todo:
-            self.send(to, key, place, tensor)
+            self.send(to, key, place._replace(digest=phase), tensor)
 
     def ask(self, key: Key, place: Place) -> None:
         """Asks for a value that this stage reads, and its owner perhaps does not.
@@ -287,16 +305,17 @@ class Mailbox:
         asked = key._replace(source=self.stage, kind=Kind.ASK)
         self.send(key.source, asked, place._replace(digest=self.phase), None)
 
-    def _answer(self, to: int, key: Key, phase: int) -> _Answer | None:
+    def _answer(self, value: Key, to: int, read_in: int, phase: int) -> _Answer | None:
         """The answer to a stage that has asked; ``None`` if it has one, or if this stage may still
         come to read the value.
         """
+        key = value._replace(read_in=read_in)
         told = self._told.setdefault(key, set())
         offer = self.offered(key)
         if to in told:
             return None
         if offer is None and phase >= self.phase:
-            self._asked.setdefault(key, {})[to] = phase
+            self._asked.setdefault(value, []).append((to, read_in, phase))
             return None
         told.add(to)
         return to, key, offer
@@ -314,30 +333,22 @@ class Mailbox:
         with self._offering:
             self.phase += 1
             asked, self._asked = self._asked, {}
-            answers = [
-                self._answer(to, key, of_reader)
-                for key, stages in asked.items()
-                for to, of_reader in stages.items()
-            ]
+            answers = [self._answer(key, *each) for key, all_of in asked.items() for each in all_of]
         self._send_all(answers)
 
-    def forget(self, run: int, newest: int) -> None:
-        """Drops what is kept for readers of runs before one.
+    def forget(self, oldest: int) -> None:
+        """Drops what is kept for readers in runs before one.
 
         Args:
-            run: the run.
-            newest: the run that begins now.
+            oldest: the run. This stage, and all others, have passed those before it.
         """
-        self.run = newest
         with self._offering:
-            for key in [key for key in self._told if key.step < run - 1]:
-                del self._told[key]
-            for key in [key for key in self._offers if key.step < run - 1]:
-                del self._offers[key]
+            self._told = {key: told for key, told in self._told.items() if key.read_in >= oldest}
+            kept = oldest - KEPT_RUNS
+            self._offers = {key: x for key, x in self._offers.items() if key.step >= kept}
         with self._arrived:
-            for key in [key for key, arrived in self._reads.items() if arrived < run - 1]:
-                del self._reads[key]
-                self._messages.pop(key, None)
+            for key in [x for x in self._messages if x.kind is Kind.READ and x.read_in < oldest]:
+                del self._messages[key]
 
     # --- receiving ---
 
@@ -352,10 +363,10 @@ class Mailbox:
         # What is sent may be shorter.
         frame = self._frames[source]
         self._complete(frame, source, _FRAME_TAG)
-        step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
-            _HEAD.unpack_from(frame.numpy().data)
+        step, turn, kind, form, num_dims, is_view, part, serial, read_in, *rest = _HEAD.unpack_from(
+            frame.numpy().data
         )
-        label, line, *strides = rest
+        digest, num_bytes, label, line, *strides = rest
         data = None
         if form == _Form.IN_FRAME:
             data = frame[_HEAD.size : _HEAD.size + num_bytes].clone()
@@ -364,7 +375,7 @@ class Mailbox:
             self._complete(data, source, _PAYLOAD_TAG)
         place = Place(_text(label), digest, _text(line))
         kept = None if num_dims == _CONTIGUOUS else tuple(strides[:num_dims])
-        key = Key(source, step, turn, Kind(kind), part, serial)
+        key = Key(source, step, turn, Kind(kind), part, serial, read_in)
         with self._arrived:
             if key.kind is Kind.WAIT:
                 assert data is not None
@@ -379,15 +390,13 @@ class Mailbox:
                 if key.kind is not Kind.READ or data is not None or key not in self._messages:
                     # That there is nothing to read may be said after it has come.
                     self._messages[key] = Message(data, kept, place, bool(is_view))
-                if key.kind is Kind.READ:
-                    self._reads[key] = max(self.run, key.step)
-                else:
+                if key.kind is not Kind.READ:
                     self._latest[_direction(key)] = serial
             self._arrived.notify_all()
         if key.kind is Kind.ASK:
-            wanted = key._replace(source=self.stage, kind=Kind.READ)
+            wanted = key._replace(source=self.stage, kind=Kind.READ, read_in=0)
             with self._offering:
-                answer = self._answer(source, wanted, digest)
+                answer = self._answer(wanted, source, read_in, digest)
             self._send_all([answer])
         if key.kind is Kind.WAIT and self._waits[source].phase < self.phase:
             passed = Key(self.stage, self.phase, 0, Kind.PASSED, 0, 0)
@@ -406,10 +415,13 @@ class Mailbox:
         """Whether the sender is past the message without having sent it. Values come by rising
         numbers, gradients by falling ones.
         """
-        if key.source in self._ended or self._phases[key.source] > self.phase:
+        if key.source in self._ended:
             return True
         if key.kind is Kind.READ:
+            # Its owner answers.
             return False
+        if self._phases[key.source] > self.phase:
+            return True
         latest = self._latest.get(_direction(key))
         if latest is None:
             return False
@@ -429,7 +441,8 @@ class Mailbox:
                 if any(map(self.has, keys)):
                     return
                 sources = tuple({key.source for key in keys})
-                with self._watched(self._ranks[sources[0]] if len(sources) == 1 else None):
+                source = self._ranks[sources[0]] if len(sources) == 1 else None
+                with self.waiting(), self._watched(source):
                     if self._arrived.wait_for(
                         lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
                     ):
@@ -465,8 +478,7 @@ class Mailbox:
                 raise self._error
             raise self._differs(key, place, None)
         if key.kind is Kind.READ:
-            self._reads.pop(key, None)
-            if message.data is None:
+            if message.data is None or message.place.digest > self.phase:
                 raise LayerError(
                     f"`{place.label}` ({place.line}) reads a value of {self._name(key.source)} that"
                     " is not kept there any more, or is too large to be kept, and that stage does"

@@ -51,6 +51,7 @@ class Key(NamedTuple):
         part: how many backwards of the microbatch were over when its operation ran; of a read, how
             often the value was written to.
         serial: its number in the microbatch's program; of a read, the value's.
+        read_in: of a read, the run in which the value is read, which may be later than its own.
     """
 
     source: int
@@ -59,6 +60,7 @@ class Key(NamedTuple):
     kind: Kind
     part: int
     serial: int
+    read_in: int = 0
 
 
 class Place(NamedTuple):

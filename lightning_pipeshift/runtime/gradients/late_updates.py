@@ -79,6 +79,8 @@ class LateUpdates(LayerListener, ActionListener):
         self._thread = threading.get_ident()
         self._is_first = True
         """Whether the optimizer has not stepped yet in this run."""
+        self.await_before: Callable[[int, Callable[[int], object]], object] | None = None
+        """Makes a layer's next use wait: see :meth:`Core.await_before`."""
         _made.add(self)
         self.num_made = 0
         """How many layers have been updated late, in the run."""
@@ -132,6 +134,9 @@ class LateUpdates(LayerListener, ActionListener):
             self.finish()
         elif self._groups:
             self._guard.enter()
+            if self.await_before is not None:
+                for layer in self._groups:
+                    self.await_before(layer, self.before_layer)
 
     def suspend(self) -> None:
         """Ends the watch of parameters until the stage runs user code again."""
@@ -152,15 +157,19 @@ class LateUpdates(LayerListener, ActionListener):
 
     def enter(self, gate: Gate, arguments: Any) -> None:
         """Updates a layer before it runs."""
-        if gate.index in self._groups:
+        self.before_layer(gate.index)
+        # What the layer itself does needs no guard, and may be compiled.
+        self._guard.leave()
+
+    def before_layer(self, number: int) -> None:
+        """Updates a layer before it is used, and others whose sums are complete."""
+        if number in self._groups:
             others = [
                 layer
                 for layer, group in self._groups.items()
-                if layer != gate.index and group.is_complete
+                if layer != number and group.is_complete
             ]
-            self._finish([gate.index, *others])
-        # What the layer itself does needs no guard, and may be compiled.
-        self._guard.leave()
+            self._finish([number, *others])
 
     def leave(self, gate: Gate, arguments: Any, results: Any) -> None:
         """See :class:`LayerListener`."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 
@@ -69,6 +69,27 @@ def purpose(words: str) -> Callable[[F], F]:
     return note
 
 
+# By the code of a function: "action" or "layer", and how its variables tell which.
+_TELLERS: dict[CodeType, tuple[str, Callable[[Mapping[str, Any]], str | None]]] = {}
+
+
+def tells(
+    what: Literal["action", "layer"], of: Callable[[Mapping[str, Any]], str | None]
+) -> Callable[[F], F]:
+    """Decorates a function that runs an action or a layer.
+
+    Args:
+        what: which of both.
+        of: gets the function's variables; returns the words for messages, or ``None``.
+    """
+
+    def note(function: F) -> F:
+        _TELLERS[function.__code__] = what, of
+        return function
+
+    return note
+
+
 def activity(thread: int) -> dict[str, Any]:
     """The current activity of a thread of this process: the action, the layer, the line of the
     user's code, the :func:`purpose` of waiting, and the function of ``torch.distributed`` that the
@@ -79,6 +100,7 @@ def activity(thread: int) -> dict[str, Any]:
     """
     action: Action | None = None
     layer: str | None = None
+    told: dict[str, str | None] = {}
     at: str | None = None
     aim: str | None = None
     collective: str | None = None
@@ -89,6 +111,9 @@ def activity(thread: int) -> dict[str, Any]:
             action = frame.f_locals.get("action")
         elif code is StagePass.visit.__code__ and layer is None:
             layer = frame.f_locals["gate"].name
+        elif code in _TELLERS:
+            what, of = _TELLERS[code]
+            told[what] = told.get(what) or of(frame.f_locals)
         # The outermost: what the user's code has asked for.
         aim = _PURPOSES.get(code, aim)
         name = _real_path(code.co_filename)
@@ -102,6 +127,7 @@ def activity(thread: int) -> dict[str, Any]:
     words = None
     if action is not None:
         words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
+    words, layer = words or told.get("action"), layer or told.get("layer")
     found = {"action": words, "layer": layer, "at": at, "purpose": aim}
     return {**found, "collective": collective or None}
 

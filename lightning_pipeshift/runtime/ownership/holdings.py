@@ -120,6 +120,8 @@ class Holdings:
         """The identities of parameters whose optimizer state is in host memory between steps."""
         self.is_common: Callable[[Tensor], bool] | None = None
         """Whether every stage has a buffer of a layer; ``None``: only the layer's owner has."""
+        self.sums_shared = True
+        """Whether stages add up the gradients of the parameters that they share."""
         self.shared = SharedParameters([])
         self._norms: dict[int, _Norm] = {}
         self.place(stage_of)
@@ -160,7 +162,9 @@ class Holdings:
         using = self._had_gradients if keeps_old else self._holders
         self.held = [use for use in self.uses if self.stage in using[id(use.parameter)]]
         self.shared = SharedParameters(
-            [use for use in self.held if use.is_shared], self.held, self.shared
+            [use for use in self.held if use.is_shared and self.sums_shared],
+            self.held if self.sums_shared else (),
+            self.shared,
         )
         number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
         # Under all names, those of tied parameters too.

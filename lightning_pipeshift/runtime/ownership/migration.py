@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -406,12 +406,23 @@ class Migration(ActionListener, LayerListener):
                     # Only its values are missing.
                     hold(transfer.parameter, transfer.values)
                     transfer.parameter.grad = None
+                elif self._holdings.is_common is not None:
+                    module, _ = self._holdings.layers[transfer.layers[0]]
+                    self._make_place_for_buffers(module, self._holdings.is_common)
                 for layer in transfer.layers:
                     self._awaited.setdefault(layer, []).append(transfer)
         self._has_begun = True
         if not self._first:
             self._settle()
             self._complete()
+
+    def _make_place_for_buffers(
+        self, module: nn.Module, is_common: Callable[[Tensor], bool]
+    ) -> None:
+        """Gives a layer's buffers memory before the step: in it they have another class."""
+        for buffer in module.buffers():
+            if buffer.is_meta and not is_common(buffer):
+                hold(buffer, self._buffer_like(buffer))
 
     def _arriving(self) -> list[_Transfer]:
         return [p for coming in self._prepared.result().incoming.values() for p in coming]
@@ -510,9 +521,19 @@ class Migration(ActionListener, LayerListener):
         Raises:
             StageFailedError: the old owner ended before it had sent the layer.
         """
-        self._await_layer(gate.index)
+        self.await_layer(gate.index)
 
-    def _await_layer(self, layer: int) -> None:
+    @property
+    def awaited(self) -> list[int]:
+        """The layers that are on their way to this stage."""
+        return list(self._awaited)
+
+    def await_layer(self, layer: int) -> None:
+        """See :meth:`enter`.
+
+        Args:
+            layer: its number.
+        """
         if layer not in self._awaited:
             return
         with self._exposed():
@@ -532,7 +553,7 @@ class Migration(ActionListener, LayerListener):
         """
         for layer in list(self._awaited):
             # A layer that this step has not called.
-            self._await_layer(layer)
+            self.await_layer(layer)
         with self._exposed():
             for work in self._work or ():
                 work.result()

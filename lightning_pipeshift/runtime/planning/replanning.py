@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
@@ -40,6 +39,7 @@ from lightning_pipeshift.plan.inputs.profile_fitting import (
     profile_of,
 )
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -214,7 +214,7 @@ class Replanning:
     def measure(
         self,
         gates: Sequence[Gate],
-        trace: Trace,
+        crossings: Sequence[Crossing],
         guesses: dict[int, Figures],
         optimizers: Sequence[Optimizer] | None,
         samples: float,
@@ -227,7 +227,7 @@ class Replanning:
 
         Args:
             gates: of the layers, in call order.
-            trace: of a microbatch.
+            crossings: what crosses the boundary behind each of them.
             guesses: the estimates of a stopwatch.
             optimizers: those of the run; ``None``: not known yet.
             samples: their number in the first microbatch.
@@ -245,7 +245,7 @@ class Replanning:
         # Trying them takes a while; without measurements no plan asks for their memory.
         updates = update_memory((optimizers or ()) if self.measures else (), self._device)
         self._updates_at_once = updates.at_once
-        self._layers = layers_of(gates, trace, optimizers, updates, self.waiting_bytes)
+        self._layers = layers_of(gates, crossings, optimizers, updates, self.waiting_bytes)
         self._samples, self._batch_bytes = samples, batch_bytes
         self.profiler.held_bytes = held_bytes
         if memory is not None:

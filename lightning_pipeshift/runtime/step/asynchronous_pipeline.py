@@ -187,15 +187,23 @@ class AsynchronousPipeline(Pipeline):
         (trace,) = traces
         if trace is not None and trace.state:
             self._written[id(trace)] = trace
-        profiler = self.planning.profiler
-        if self.planning.measures and not profiler.is_over:
-            self._timers[minibatches.next] = profiler.timer
-        profiler.begin_step()
+        self._begin_timing(minibatches.next)
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
         finished = minibatches.begin(minibatch)
         self._require_known_switches(traces, state)
-        profiler.end_step()
+        return self._end_minibatch(given, finished)
+
+    def _begin_timing(self, number: int) -> None:
+        """Called before a minibatch's turn."""
+        profiler = self.planning.profiler
+        if self.planning.measures and not profiler.is_over:
+            self._timers[number] = profiler.timer
+        profiler.begin_step()
+
+    def _end_minibatch(self, given: TrainingBatch, finished: Minibatch | None) -> list[Finished]:
+        """Ends the call of :meth:`begin_minibatch`."""
+        self.planning.profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
@@ -271,22 +279,26 @@ class AsynchronousPipeline(Pipeline):
         plan, late = self._live.before_turn(number, update, ends_update)
         late += self._shared_updates.due(number)
         if plan is not None:
-            assert self._ownership is not None
-            assert self.holdings is not None
-            self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
-            self._plan = plan
-            if self._aggregation is not None:
-                # Updates that have begun are summed over their own owners.
-                self._old_aggregations.append(self._aggregation)
-                uses = self.holdings.uses
-                self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
-            self._say_who_has_no_work()
-            # Times under the old plan do not hold for the new one.
-            self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
-            self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
+            self._come_into_force(plan)
         if plan is not None or moving != self._live.layers:
             self._follow_with_memory()
         return late
+
+    def _come_into_force(self, plan: Plan) -> None:
+        """Puts a plan in force, from the next minibatch on."""
+        assert self._ownership is not None
+        assert self.holdings is not None
+        self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
+        self._plan = plan
+        if self._aggregation is not None:
+            # Updates that have begun are summed over their own owners.
+            self._old_aggregations.append(self._aggregation)
+            uses = self.holdings.uses
+            self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
+        self._say_who_has_no_work()
+        # Times under the old plan do not hold for the new one.
+        self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+        self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds. This

@@ -23,7 +23,7 @@ from lightning_pipeshift.model.execution.microbatch import (
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import (
-    MOST_OPENED,
+    FEWEST_LAYERS,
     compiled_around,
     find_layers,
     find_scopes,
@@ -54,6 +54,7 @@ from lightning_pipeshift.plan.inputs.flow import call_order
 from lightning_pipeshift.plan.inputs.partition import num_layers_in
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -144,6 +145,7 @@ class Seen(NamedTuple):
         called: the layers that steps call; ``None``: any may be called.
         idle: the layers that no step calls.
         uses: of the parameters.
+        crossings: what crosses the boundary behind each layer.
     """
 
     trace: Trace
@@ -152,6 +154,7 @@ class Seen(NamedTuple):
     called: set[int] | None
     idle: frozenset[int]
     uses: list[ParameterUse]
+    crossings: Sequence[Crossing]
 
 
 class Pipeline:
@@ -227,11 +230,10 @@ class Pipeline:
         self._current_pass = CurrentPass()
         num_layers = max(replicas.topology.stages_per_vm)
         if settings.core == "values":
-            # Random streams are those of layers, so more stages must not mean more layers. (Numbers
-            # that are left to the planner are measured on the other core.)
+            # Random streams are those of layers, so more stages must not mean more layers.
             given = settings.plan and len(settings.plan.layers)
-            num_layers = given or num_layers_in(settings.partition) or MOST_OPENED
-        layers = find_layers(root, num_layers)
+            num_layers = given or num_layers_in(settings.partition) or FEWEST_LAYERS
+        layers = find_layers(root, num_layers, settings.core == "values")
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
@@ -476,7 +478,8 @@ class Pipeline:
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
         figures = stopwatch.figures if stopwatch is not None else {}
-        return Seen(trace, figures, touched, called, frozenset(idle), uses)
+        crossings = trace.crossings(len(gates))
+        return Seen(trace, figures, touched, called, frozenset(idle), uses, crossings)
 
     def _measure(
         self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
@@ -500,7 +503,7 @@ class Pipeline:
         }
         return self.planning.measure(
             self._trace_cache.gates,
-            seen.trace,
+            seen.crossings,
             seen.figures,
             optimizers,
             float(size_or_one(batch)),
@@ -583,7 +586,8 @@ class Pipeline:
         Args:
             plan: the plan.
             from_microbatch: the first microbatch of the step after the next which runs under the
-                new plan, in one part; ``None``: PipeShift chooses.
+                new plan, in one part; ``None``: PipeShift chooses. With ``core="values"`` the whole
+                step runs under it.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of

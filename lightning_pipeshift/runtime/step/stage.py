@@ -318,7 +318,7 @@ class Stage:
             error,
             f"stage {self._channels.stage}",
             str(action),
-            self._under_way,
+            self._under_way.layer_under_way if self._under_way is not None else "",
             store.device_bytes if store is not None else None,
             total,
         )
