@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
@@ -16,14 +16,11 @@ from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
-from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import Microbatch as Slice
-from lightning_pipeshift.runtime.step.stage import Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -36,9 +33,6 @@ from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import running, versions_in
 
-# Under which a report has the values of metrics, and a digest of what the step has logged.
-_METRICS, _DIGEST = ("", "metrics"), ("", "digest")
-
 
 @dataclass
 class _UnderWay:
@@ -46,17 +40,13 @@ class _UnderWay:
 
     Args:
         given: the batch.
-        step: its losses.
+        minibatch: the minibatch.
         run: the number of its run in the core.
-        tag: what belongs to it for the caller.
-        sums: sums its gradients over the virtual machines, if an update follows.
     """
 
     given: TrainingBatch
-    step: Step
+    minibatch: Minibatch
     run: int
-    tag: Any
-    sums: Aggregation | None
     microbatch: SuspendableMicrobatch = field(init=False)
     results: Structure = field(init=False)
     """The step's result and logs, and the latest values of the metrics, as one structure."""
@@ -220,10 +210,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             with self.in_call(None):
                 self._go_on(leaves_some=False)
 
-    @property
-    def _runner(self) -> AsynchronousValuePipeline:
-        return self
-
     # --- minibatches ---
 
     def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
@@ -238,23 +224,12 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         assert core is not None
         assert holdings is not None
         assert isinstance(outside, Microbatch)
-        losses = self._reporting.losses([size], given.loss_scale, 1, self.replicas.gather)
-        losses.counts_all = True
+        losses = self._reporting.losses([size], given.loss_scale, 1)
         core.note(outside)
         core.begin(0 if minibatches.are_over else self.channels.num_stages - 1)
-        minibatch = self._minibatch(
-            given,
-            Step(
-                function=given.step,
-                microbatches=[Slice(part, size, None, range(0), key)],
-                shared=holdings.shared,
-                losses=losses,
-                first=minibatches.next,
-            ),
-            tag,
-        )
+        minibatch = self._minibatch(given, minibatches.next, part, losses, tag)
         self._begins = self._under_way[minibatches.next] = _UnderWay(
-            given, minibatch.step, core.num_steps, tag, minibatch.sums
+            given, minibatch, core.num_steps
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
@@ -264,16 +239,12 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         self._begin_outside()
         return self._end_minibatch(given, finished)
 
-    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
+    def run(self, row: Row, ahead: Row) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        todo, later = (
-            [one for one in each if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
-            for each in (row, ahead)
-        )
-        self._begin_row((*todo, *later))
-        self._flight.todo.extend(todo)
-        self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
+        self._begin_row((*row, *ahead))
+        self._flight.todo.extend(row)
+        self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
 
     def _go_on(self, leaves_some: bool) -> None:
         """Runs what is to be run, and the steps that have begun."""
@@ -308,9 +279,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
         """
         one = self._under_way[action.microbatch]
-        return (
-            one.sums.arm if one.sums is not None and not one.given.accumulation.has_begun else None
-        )
+        sums = one.minibatch.sums
+        return sums.arm if sums is not None and not one.given.accumulation.has_begun else None
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
@@ -321,7 +291,10 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             return
         one, moves = self._under_way[action.microbatch], self.live_migration
         is_later = action.kind is Kind.FORWARD and one is not self._begins
-        with self.in_call(one.tag) if is_later else nullcontext(), super()._around(action):
+        with (
+            self.in_call(one.minibatch.tag) if is_later else nullcontext(),
+            super()._around(action),
+        ):
             versions.begin_action(0, action)
             before = self._writes_to_weights()
             try:
@@ -350,14 +323,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
         """The microbatch of a minibatch."""
         one, core = self._under_way[number], self.core
-        given, (part,) = one.given, one.step.microbatches
+        given, batch = one.given, one.minibatch.batch
         assert core is not None
 
         def body(microbatch: SuspendableMicrobatch) -> None:
-            result, logs = self._logged(given.step, part.batch, 0)
+            result, logs = self._logged(given.step, batch, 0)
             if microbatch.is_ahead():
                 microbatch.stall("")
-            losses = one.step.losses
+            losses = one.minibatch.losses
             losses.add(result, logs, self.channels.device)
             (outcome,) = losses.outcomes
             if not given.wants_result:
@@ -378,7 +351,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         )
         microbatch.has_later_backward = True
         microbatch.timer = self._timers.get(number)
-        microbatch.saves = self._saves(number, part.batch, is_first=True)
+        microbatch.saves = self._saves(number, batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:
@@ -398,7 +371,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     # --- the report ---
 
     def _own_report(self, minibatch: Minibatch) -> Report:
-        one = self._under_way[minibatch.step.first]
+        one = self._under_way[minibatch.number]
         leaves = list(one.results.leaves)
         for places, take in one.awaited:
             for at, tensor in zip(places, take(), strict=True):
@@ -406,15 +379,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         outcomes, metrics = to_host(
             one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
         )
-        more = {_METRICS: metrics, _DIGEST: one.results.digest(with_numbers=False)}
-        return self._reporting.report(
-            minibatch.step.losses, outcomes, [more], minibatch.is_last_batch
-        )
+        report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
+        digest = one.results.digest(with_numbers=False)
+        return replace(report, metrics=metrics, digest=digest)
 
     def _report_along(self, minibatch: Minibatch) -> Report:
         report = super()._report_along(minibatch)
-        results = self._under_way[minibatch.step.first].results
-        if report.changes[0][_DIGEST] != results.digest(with_numbers=False):
+        results = self._under_way[minibatch.number].results
+        if report.digest != results.digest(with_numbers=False):
             raise LayerError(
                 "The ranks have logged, returned, or put into a metric, different values in a step."
                 " With an asynchronous schedule do this on every rank (without `if"
@@ -424,14 +396,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
-        values = to_device(report.changes[0][_METRICS], self.channels.device)
+        values = to_device(report.metrics, self.channels.device)
         for metric, value in zip(self._metrics, values, strict=True):
             set_last_value(metric, value)
 
     def _finish(self, minibatch: Minibatch) -> Finished:
         found, core = super()._finish(minibatch), self.core
         assert core is not None
-        one = self._under_way.pop(minibatch.step.first)
+        one = self._under_way.pop(minibatch.number)
         # What a stage sends it does not change before the backward, when the others have got it.
         core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
         self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK

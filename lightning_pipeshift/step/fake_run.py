@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     FakeTensor,
     OperationMode,
@@ -34,7 +35,6 @@ from lightning_pipeshift.model.execution.effects import EffectError, effects_all
 from lightning_pipeshift.model.execution.measure import Unknown
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.trace.schema import written_arguments
 from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox

@@ -28,7 +28,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
     resident_in,
 )
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.preserve import preserved
@@ -49,8 +48,7 @@ from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.trace_cache import Key
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
+from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
@@ -73,7 +71,6 @@ EVALUATIONS_AHEAD = 4
 _SECONDS_PER_BYTE = 1e-9
 # How often a step that skips layers at random is run to find their order.
 _MOST_DRAWS = 8
-WAIT = "[PipeShift] wait for other stages"
 
 
 class _Recorder(LogRecorder):
@@ -150,15 +147,11 @@ class ValuePipeline(Pipeline):
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
-    def _install(self) -> None:
-        """Layers run at their owners in steps only: nothing is installed."""
-
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        cache = self._trace_cache
         found = self._run_without_values(key, step, batch)
         calls = [found.calls]
         while found.draws and len(calls) < _MOST_DRAWS:
-            if len({layer for each in calls for layer, _, _ in each}) == len(cache.gates):
+            if len({layer for each in calls for layer, _, _ in each}) == len(self._layers):
                 break
             # Other microbatches show the places of layers that this one skips at random.
             again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
@@ -166,17 +159,17 @@ class ValuePipeline(Pipeline):
         # Every rank has run its own batch; what the first rank has found counts.
         order = self.replicas.world.share_object(
             call_order(
-                merged_order([[layer for layer, _, _ in each] for each in calls]), len(cache.gates)
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(self._layers)
             ),
             source=0,
         )
         if order != sorted(order):
-            cache.gates = [cache.gates[index] for index in order]
-            for index, gate in enumerate(cache.gates):
-                gate.index = index
+            self._layers = [self._layers[index] for index in order]
+            for index, each in enumerate(self._layers):
+                each.index = index
             found = self._run_without_values(key, step, batch, found.core)
         self._known = found.core
-        layers = [gate.layer for gate in cache.gates]
+        layers = [each.layer for each in self._layers]
         is_known = trains and not found.end and not found.draws
         idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
         crossings = found.crossings()
@@ -194,12 +187,12 @@ class ValuePipeline(Pipeline):
                 for at, layer in enumerate(layers)
             }
         figures |= dict.fromkeys(idle, Figures(0.0))
-        return Seen(Trace.empty(), figures, {}, None, idle, uses, crossings)
+        return Seen(figures, idle, uses, crossings)
 
     def _run_without_values(
         self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
     ) -> FakeRun:
-        layers = [gate.layer for gate in self._trace_cache.gates]
+        layers = [each.layer for each in self._layers]
         if not self._looks_ahead:
             return FakeRun(len(layers), end="nothing depends on it")
         run = partial(step, self.root)
@@ -217,26 +210,14 @@ class ValuePipeline(Pipeline):
         stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
         with torch.inference_mode(False), without_compiling():
             for layer, leaves, rebuild in found.calls:
-                gate = self._trace_cache.gates[layer]
-                with preserved(gate.layer.modules()):
-                    stopwatch.observe_call(gate, leaves, rebuild)
+                with preserved(self._layers[layer].layer.modules()):
+                    stopwatch.observe_call(self._layers[layer], leaves, rebuild)
         return stopwatch.figures
 
     @property
     def _looks_ahead(self) -> bool:
         """Whether what a step does is of use before the first one: to choose a cut."""
         return self.replicas.topology.num_ranks > 1 or self.planning.measures
-
-    @property
-    def _traces_steps(self) -> bool:
-        return False
-
-    @property
-    def is_by_itself(self) -> bool:
-        """Whether this is the only device: its steps end with plain tensors, and their backward is
-        Lightning's.
-        """
-        return self.replicas.topology.num_ranks == 1
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         if self.core is None:
@@ -252,7 +233,7 @@ class ValuePipeline(Pipeline):
         return result
 
     def plain_backward(self) -> AbstractContextManager[None]:
-        """See :class:`Pipeline`."""
+        """Context of the backward of the last :meth:`plain_training_step`."""
         return run_by(None)
 
     def _prepare(
@@ -261,14 +242,12 @@ class ValuePipeline(Pipeline):
         step: UserStep,
         batch: Any,
         optimizers: Iterable[Optimizer],
-        final: bool,
         trains: bool = False,
     ) -> None:
         if self._plan is not None:
             return
-        # Nothing has to be known of a step before it runs: the first plan is final.
         optimizers = list(self.find_optimizers())
-        super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
+        super()._prepare(key, step, batch, optimizers, trains=bool(optimizers))
         if any(self.plan.recompute) and not self._is_automatic:
             raise PlanError(
                 "The plan recomputes layers, and with manual optimization the step calls `backward`"
@@ -276,7 +255,6 @@ class ValuePipeline(Pipeline):
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
-        self._called -= self._idle
         if self._idle:
             self._say_who_has_no_work()
         if self.settings.plan is None and not self._is_timed:
@@ -295,7 +273,7 @@ class ValuePipeline(Pipeline):
         mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
             self.root,
-            [gate.layer for gate in self._trace_cache.gates],
+            [each.layer for each in self._layers],
             self._owners(),
             mailbox,
             channels.device,
@@ -350,7 +328,7 @@ class ValuePipeline(Pipeline):
         set_program(self._between, self.channels.device)
 
     def meets(self) -> None:
-        """See :class:`Pipeline`."""
+        """Tells that this stage comes to where all wait for each other, outside of a step."""
         if self.core is not None:
             self.core.mailbox.pass_phase()
 
@@ -492,7 +470,7 @@ class ValuePipeline(Pipeline):
         """
         with run_by(None):
             if action.kind is Kind.FORWARD:
-                self.late_updates.begin_action(0, action)
+                self.late_updates.finish_complete()
             else:
                 self.late_updates.finish()
 
@@ -512,8 +490,8 @@ class ValuePipeline(Pipeline):
         ]
         if found:
             raise PlanError(
-                f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
-                " training runs yet. Use `core='trace'`, or start a run with the new plan."
+                f"A plan with {some_of(found)} cannot come into force while training runs. Start a"
+                " run with the new plan instead."
             )
         # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
         super()._request(plan, 0 if from_microbatch else from_microbatch)
@@ -535,7 +513,7 @@ class ValuePipeline(Pipeline):
             self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
-        self.changes.before_step(given, [])
+        self.changes.before_step(given)
         core, migration = self.core, self.changes.migration
         assert core is not None
         if migration is None:
@@ -570,19 +548,19 @@ class ValuePipeline(Pipeline):
             part: its first microbatch.
         """
         self._note_begin()
-        self.late_updates.suspend()
+        self.late_updates.begin_step()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
         key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
-        self._votes.before_step(given, [])
+        self._prepare(key, given.step, part, given.optimizers, trains=True)
+        self._votes.before_step()
         self._change_owners(given)
         self._follow_moves_with_memory()
 
-    def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
+    def _end_step(self, given: TrainingBatch, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
-        self._votes.after_step(given, [], report)
-        self.changes.after_step(given, [], report)
+        self._votes.after_step()
+        self.changes.after_step(given)
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
@@ -596,7 +574,12 @@ class ValuePipeline(Pipeline):
 
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
-        """Runs a whole training step: see :class:`Pipeline`."""
+        """Runs a whole training step, forwards and backwards, and saves its gradients for
+        :meth:`Strategy.backward`.
+
+        Args:
+            given: the batch.
+        """
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         self.planning.note_samples(sum(size for _, size in slices))
@@ -606,16 +589,13 @@ class ValuePipeline(Pipeline):
             # Optimizers' state may arrive until now, and weights of layers that were not called.
             self._finish_change()
         self._collect_gradients(given, report)
-        self._end_step(given, report, len(slices))
+        self._end_step(given, len(slices))
         return report
 
     def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
         assert self.holdings is not None
         sizes = [size for _, size in slices]
-        losses = self._reporting.losses(
-            sizes, given.loss_scale, self.plan.microbatches, self.replicas.gather
-        )
-        losses.counts_all = True
+        losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
@@ -689,7 +669,7 @@ class ValuePipeline(Pipeline):
             return None
         device = self.channels.device
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-        saves = Saves(self._trace_cache.gates, recompute, device, self._where, min(own, default=0))
+        saves = Saves(self._layers, recompute, device, self._where, min(own, default=0))
         if self._store is not None or observer is not None:
             saves.look(
                 SavedTable(number, self._store, addresses_of(batch), device),
@@ -735,8 +715,8 @@ class ValuePipeline(Pipeline):
         everything = result, logs, given.is_last_batch
         result, logs, is_last_batch = self._gathered(*self._begin_gathering(everything))
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
-        report = Report(result, logs, [], is_last_batch, size=size, stops=given.stops())
-        self._end_step(given, report, 1)
+        report = Report(result, logs, is_last_batch, size=size, stops=given.stops())
+        self._end_step(given, 1)
         return report
 
     def _weighed(self, loss: Tensor, losses: Losses, turn: int, given: TrainingBatch) -> Tensor:
@@ -756,7 +736,7 @@ class ValuePipeline(Pipeline):
         with self._profile(WAIT):
             found, is_last_batch = self._gathered(everything, posted)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
-        report = self._reporting.report(losses, found, [], is_last_batch)
+        report = self._reporting.report(losses, found, is_last_batch)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
@@ -771,14 +751,25 @@ class ValuePipeline(Pipeline):
         step: UserStep,
         purpose: str,
         step_number: int,
-        final: bool,
         wants_result: bool,
-    ) -> Any:
-        """See :class:`Pipeline`."""
+    ) -> bool:
+        """Runs a forward-only step. Its report is returned by :meth:`fetch_reports`.
+
+        Args:
+            batch: the batch.
+            batch_idx: its index.
+            step: runs the user's step.
+            purpose: the kind of the user's step, and its dataloader.
+            step_number: counts its batches.
+            wants_result: whether the step's result is needed.
+
+        Returns:
+            whether the step has logged values for the loggers at once.
+        """
         self.meets()
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
-        self._prepare(key, step, batch, (), final)
+        self._prepare(key, step, batch, ())
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
         ((result, logs),) = self._in_step(
@@ -786,11 +777,10 @@ class ValuePipeline(Pipeline):
         )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
-        each_step = any(log.options.get("on_step") for log in logs)
-        return replace(Trace.empty(), logs_each_step=each_step)
+        return any(log.options.get("on_step") for log in logs)
 
     def fetch_reports(self) -> list[Report]:
-        """See :class:`Pipeline`."""
+        """The reports of all evaluation steps since the last call. Every stage calls this."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
         found = self._gathered(
@@ -798,11 +788,11 @@ class ValuePipeline(Pipeline):
                 [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
             )
         )
-        return [Report(result, logged, []) for result, logged in found]
+        return [Report(result, logged) for result, logged in found]
 
     @property
     def num_pending(self) -> int:
-        """See :class:`Pipeline`."""
+        """The number of evaluation steps whose reports have not been fetched."""
         return len(self._evaluated)
 
     # --- the end ---
@@ -865,9 +855,9 @@ class ValuePipeline(Pipeline):
                 for attribute, buffer in to_device(found, self.channels.device).items():
                     attribute.set(layer, buffer)
 
-    def release_gates(self) -> None:
+    def release(self) -> None:
         """See :class:`Pipeline`."""
-        super().release_gates()
+        super().release()
         if self._placed is not None:
             self._placed.__exit__(None, None, None)
             self._placed = None

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift.compat.lightning_private import combined_loader_of
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
-from lightning_pipeshift.model.gates.layers import find_layers
+from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.findings import Findings, FoundLayer, StepRecord, layers_of

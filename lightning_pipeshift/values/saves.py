@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_pipeshift.model.execution.code_bytes import CodeBytes
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
 from lightning_pipeshift.model.saved.hooks import are_alone
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
@@ -58,7 +58,7 @@ class Saves:
         first: the first layer of this stage.
     """
 
-    gates: Sequence[Gate]
+    gates: Sequence[NamedLayer]
     recompute: Mapping[int, Set[int]]
     device: torch.device
     where: Where
@@ -129,7 +129,7 @@ class Saves:
             self._code.begin(number)
         return output
 
-    def _saved(self, gate: Gate, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _saved(self, gate: NamedLayer, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call: LayerCall | None = None
         region: RecomputedRegion | None = None
         if self._store is not None:

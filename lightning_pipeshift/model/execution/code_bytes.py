@@ -19,7 +19,6 @@ from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 
 class CodeBytes(OperationMode):
@@ -57,7 +56,7 @@ class CodeBytes(OperationMode):
         return results
 
     def _is_counted_elsewhere(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or isinstance(value, Placeholder):
+        if not isinstance(value, Tensor):
             return True
         if self._table.is_there_anyway(value, self._left_out):
             return True

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 log = logging.getLogger(__name__)
 
 
-class FiniteCheck(LayerListener):
+class FiniteCheck:
     """Checks the arguments and the results of the layers of one microbatch on one stage.
 
     NaN is an error. Infinite values need not be one (masked scores are infinite), so the first
@@ -37,14 +34,6 @@ class FiniteCheck(LayerListener):
     def __init__(self, place: str) -> None:
         self._place = place
         self._first_infinite: str | None = None
-
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """Raises NotFiniteError if an argument of a layer is NaN."""
-        self.given(gate.name, arguments)
-
-    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
-        """Raises NotFiniteError if a layer returns NaN without NaN in its arguments."""
-        self.returned(gate.name, arguments, results)
 
     def given(self, name: str, arguments: Any) -> None:
         """Raises NotFiniteError if an argument of the layer of this name is NaN."""
@@ -117,7 +106,6 @@ def _has(kind: Any, leaves: Iterable[Any]) -> bool:
         bool(kind(leaf).any())
         for leaf in leaves
         if isinstance(leaf, Tensor)
-        and not isinstance(leaf, Placeholder)
         and not leaf.is_meta
         and leaf.layout is torch.strided
         and (leaf.is_floating_point() or leaf.is_complex())

@@ -17,12 +17,11 @@ from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, wi
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import Rebuild, address_of, flatten, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.user_state.preserve import Arguments
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
@@ -96,11 +95,11 @@ class Stopwatch:
         self._addresses = frozenset(map(address_of, self.held))
         self._known: dict[Any, Figures | None] = {}
 
-    def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(self, gate: NamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Times the layer on inputs like these, unless it fails on synthetic inputs."""
         self.observe_call(gate, *flatten((args, kwargs)))
 
-    def observe_call(self, gate: Gate, leaves: Sequence[Any], rebuild: Rebuild) -> None:
+    def observe_call(self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Rebuild) -> None:
         """As :meth:`observe`.
 
         Args:
@@ -113,9 +112,7 @@ class Stopwatch:
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
             tuple(
                 # A layer's output requires a gradient, and then more is saved for the backward.
-                (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
-                if isinstance(x, Tensor)
-                else repr(x)
+                (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x)
                 for x in leaves
             ),
         )
@@ -160,7 +157,7 @@ class Stopwatch:
         self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
 
     def _time(
-        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, trains: bool
+        self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Any, trains: bool
     ) -> Figures | None:
         slots = slots_of(gate.layer)
         forward = backward = float("inf")
@@ -214,7 +211,7 @@ class Stopwatch:
         )
 
     def _working_bytes(
-        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, slots: Sequence[Slot]
+        self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Any, slots: Sequence[Slot]
     ) -> int:
         """The peak memory of a forward and backward of the layer, without its parameters, buffers,
         accumulated gradients, and the batch.
@@ -245,7 +242,7 @@ class Stopwatch:
     def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
         """The addresses of synthetic inputs that replace memory in use anyway."""
         for leaf, number in zip(leaves, made_up, strict=True):
-            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+            is_real = isinstance(leaf, Tensor)
             if is_real and address_of(leaf) in self._addresses:
                 yield address_of(number)
 
@@ -276,7 +273,7 @@ class Stopwatch:
         return tensor.detach().to(self._device, copy=is_buffer)
 
     def _made_up(self, leaf: Any, trains: bool) -> Any:
-        if not isinstance(leaf, Placeholder | Unknown):
+        if not isinstance(leaf, Unknown):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         numbers = self._numbers(leaf)
         if trains and (numbers.is_floating_point() or numbers.is_complex()):

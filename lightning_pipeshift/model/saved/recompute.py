@@ -32,11 +32,11 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import (
     GIVEN,
     Observer,
@@ -45,7 +45,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     SavedTable,
     resident_in,
 )
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.user_state.preserve import Arguments
 
 Ambient = Callable[[], AbstractContextManager[object]]
@@ -65,7 +64,7 @@ class LayerCall:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: NamedLayer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         table: SavedTable,
@@ -110,7 +109,7 @@ class LayerCall:
         return self._table.save(tensor, self.gate.index, number, self._resident)
 
 
-def _unpacked(gate: Gate, saved: Saved) -> Tensor:
+def _unpacked(gate: NamedLayer, saved: Saved) -> Tensor:
     """A saved tensor, and its layer's weights."""
     gate.bring_weights()
     return saved.get()
@@ -132,7 +131,7 @@ class RecomputedRegion(LayerCall):
 
     def __init__(
         self,
-        gate: Gate,
+        gate: NamedLayer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         draw: Callable[[], object],
@@ -376,7 +375,7 @@ class _Input:
         self._value = leaf
         self._saved: Saved | None = None
         self._needs_gradient = False
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | nn.Parameter):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             self._value = None
             self._saved = table.save(leaf, layer, GIVEN, frozenset())
             self._needs_gradient = leaf.requires_grad

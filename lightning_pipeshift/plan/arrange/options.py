@@ -26,7 +26,6 @@ _WORDS: Final = {
     "process_group_backend": (None, "nccl", "gloo"),
     "gradient_aggregation": ("auto", "ring", "allreduce"),
     "recompute": RECOMPUTE,
-    "core": ("trace", "values"),
 }
 """The options that are one of a few words."""
 
@@ -61,7 +60,6 @@ class Options:
     stall_timeout: float = 60.0
     lane_marks: bool | Mapping[str, int] = True
     overlap_updates: bool = True
-    core: Literal["trace", "values"] = "trace"
 
     def __post_init__(self) -> None:
         _check_microbatches(self.microbatches)

@@ -25,9 +25,6 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 
 from lightning_pipeshift.files import PACKAGE
-from lightning_pipeshift.model.execution.stage_pass import StagePass
-from lightning_pipeshift.plan.schedule.actions import Action
-from lightning_pipeshift.runtime.step.stage import Stage
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,8 +95,6 @@ def activity(thread: int) -> dict[str, Any]:
     Args:
         thread: its number.
     """
-    action: Action | None = None
-    layer: str | None = None
     told: dict[str, str | None] = {}
     at: str | None = None
     aim: str | None = None
@@ -107,11 +102,7 @@ def activity(thread: int) -> dict[str, Any]:
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code is Stage.run.__code__ and action is None:
-            action = frame.f_locals.get("action")
-        elif code is StagePass.visit.__code__ and layer is None:
-            layer = frame.f_locals["gate"].name
-        elif code in _TELLERS:
+        if code in _TELLERS:
             what, of = _TELLERS[code]
             told[what] = told.get(what) or of(frame.f_locals)
         # The outermost: what the user's code has asked for.
@@ -124,12 +115,13 @@ def activity(thread: int) -> dict[str, Any]:
         if at is None and not name.startswith((*_LIBRARIES, _OURS, "<")):
             at = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
-    words = None
-    if action is not None:
-        words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
-    words, layer = words or told.get("action"), layer or told.get("layer")
-    found = {"action": words, "layer": layer, "at": at, "purpose": aim}
-    return {**found, "collective": collective or None}
+    return {
+        "action": told.get("action"),
+        "layer": told.get("layer"),
+        "at": at,
+        "purpose": aim,
+        "collective": collective or None,
+    }
 
 
 def print_stacks_on_a_signal() -> None:

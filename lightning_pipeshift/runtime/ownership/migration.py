@@ -37,8 +37,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import record_event, side_stream
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
@@ -147,7 +145,7 @@ def moves_of(holdings: Holdings, stage_of: Sequence[int]) -> list[TensorMove]:
     return [move for _, _, move in sorted(found, key=itemgetter(0, 1))]
 
 
-class Migration(ActionListener, LayerListener):
+class Migration(ActionListener):
     """One stage's part in a change of owners.
 
     Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
@@ -515,24 +513,19 @@ class Migration(ActionListener, LayerListener):
         for work in self._work or ():
             work.result()
 
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """See :class:`LayerListener`. Returns when the layer has arrived and can run.
-
-        Raises:
-            StageFailedError: the old owner ended before it had sent the layer.
-        """
-        self.await_layer(gate.index)
-
     @property
     def awaited(self) -> list[int]:
         """The layers that are on their way to this stage."""
         return list(self._awaited)
 
     def await_layer(self, layer: int) -> None:
-        """See :meth:`enter`.
+        """Returns when a layer has arrived and can run.
 
         Args:
             layer: its number.
+
+        Raises:
+            StageFailedError: the old owner ended before it had sent the layer.
         """
         if layer not in self._awaited:
             return

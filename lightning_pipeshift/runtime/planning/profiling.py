@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.devices.streams import Event, is_asynchronous
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
@@ -185,7 +185,7 @@ class Profiler:
     def figures(
         self,
         layers: Iterable[int],
-        gates: Sequence[Gate],
+        gates: Sequence[NamedLayer],
         optimizers: Iterable[Optimizer],
         is_last: bool = False,
         fewest: int = 1,
@@ -328,7 +328,7 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
 
 
 def layers_of(
-    gates: Sequence[Gate],
+    gates: Sequence[NamedLayer],
     crossings: Sequence[Crossing],
     optimizers: Iterable[Optimizer] | None,
     updates: UpdateMemory,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.model.execution.measure import Figures
-from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
@@ -213,7 +213,7 @@ class Replanning:
 
     def measure(
         self,
-        gates: Sequence[Gate],
+        gates: Sequence[NamedLayer],
         crossings: Sequence[Crossing],
         guesses: dict[int, Figures],
         optimizers: Sequence[Optimizer] | None,
@@ -517,7 +517,7 @@ class Replanning:
         self,
         plan: Plan,
         own: Iterable[int],
-        gates: Sequence[Gate],
+        gates: Sequence[NamedLayer],
         optimizers: Sequence[Optimizer],
         lag: int = 0,
     ) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, install, remove
-from lightning_pipeshift.model.gates.layers import find_layers
+from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.trace.placeholder import Placeholder, PlaceholderListener, spec_of
 from lightning_pipeshift.model.trace.recorder import StreamSelector, record
 from lightning_pipeshift.model.trace.trace import Trace

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
-from lightning_pipeshift.model.gates.layers import find_layers
+from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.flow import Value
 from tests.unit.model.following import CPU, Model, follow, linears, payloads, table

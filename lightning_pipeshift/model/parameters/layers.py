@@ -38,9 +38,7 @@ MOST_OPENED = 8
 FEWEST_LAYERS = 4
 
 
-def find_layers(
-    root: nn.Module, at_least: int = 1, opens_hooked: bool = False
-) -> dict[str, nn.Module]:
+def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     """The layers of ``root`` by qualified name, in the order of the module tree.
 
     ``root.configure_layers()`` names them instead where the user defined it.
@@ -49,8 +47,8 @@ def find_layers(
         root: the LightningModule; it is always opened.
         at_least: while there are fewer layers than this, the largest is opened (a wrapper around
             the whole network, say), as long as it has parts with parameters; up to eight layers.
-        opens_hooked: whether those with hooks on modules inside of them are opened, too, up to
-            eight layers: such a hook may change what a layer returns, and nothing inside of one.
+            So are those with hooks on modules inside of them: such a hook may change what a layer
+            returns, and nothing inside of one.
 
     Raises:
         LayerError: ``configure_layers`` did not return a list of separate modules of ``root``.
@@ -64,8 +62,7 @@ def find_layers(
             (
                 name
                 for name, layer in layers.items()
-                if (len(layers) < at_least or (opens_hooked and _has_hooks_inside(layer)))
-                and _may_be_opened(layer)
+                if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
             ),
             key=lambda name: _num_parameters(layers[name]),
             default=None,
@@ -109,18 +106,6 @@ def compiled_around(root: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
         and any(id(part) in gated for part in module.modules() if part is not module)
         and module is not root
     ]
-
-
-def find_scopes(root: nn.Module) -> list[nn.Module]:
-    """The modules with their own random streams: the layers, and in a model with few layers their
-    parts. They do not depend on the number of stages.
-    """
-    scopes = {
-        id(module): module
-        for at_least in range(1, MOST_OPENED + 1)
-        for module in find_layers(root, at_least).values()
-    }
-    return list(scopes.values())
 
 
 def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
