@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -76,7 +77,8 @@ class Run:
         metric_sync.attach(module, device)
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
-        make_pipeline, make_training = ValuePipeline, TrainingSteps
+        make_pipeline: type[ValuePipeline] = ValuePipeline
+        make_training: Any = TrainingSteps
         if settings.is_asynchronous and not is_plain:
             make_pipeline, make_training = AsynchronousValuePipeline, AsynchronousTraining
         pipeline = make_pipeline(

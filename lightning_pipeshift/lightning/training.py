@@ -436,15 +436,17 @@ class TrainingSteps:
             with run_by(None):
                 self.holdings.show_gradients()
 
-    @contextmanager
-    def gradient_hooks(self) -> Iterator[None]:
+    def gradient_hooks(self) -> AbstractContextManager[None]:
         """Context of user code that may read and change gradients: as values, like in a step."""
-        core, program = self._pipeline.core, running()
         is_alone = self._pipeline.channels.num_stages == 1
-        if is_alone or core is None or not self._are_gradients_used or not self._is_automatic:
-            with self._own_gradients():
-                yield
-            return
+        if is_alone or not self._are_gradients_used or not self._is_automatic:
+            return self._own_gradients()
+        return self._gradients_as_values()
+
+    @contextmanager
+    def _gradients_as_values(self) -> Iterator[None]:
+        core, program = self._pipeline.core, running()
+        assert core is not None
         assert isinstance(program, Microbatch)
         program.gradients, program.sets_gradients = None, False
         with core.seeing_parameters():

@@ -126,8 +126,9 @@ class ValuePipeline(Pipeline):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._recorder = _Recorder(self.root)
-        self._recorder.current = _Recording()
+        self.recorder = _Recorder(self.root)
+        """Replaces the LightningModule's ``log`` while a step runs."""
+        self.recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
         self._between: Microbatch | None = None
@@ -383,7 +384,7 @@ class ValuePipeline(Pipeline):
         assert isinstance(program, Microbatch)
         if program.finite is not None and torch.is_grad_enabled():
             program.finite.loss(program.plain(result))
-        return result, self._recorder.take()
+        return result, self.recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.

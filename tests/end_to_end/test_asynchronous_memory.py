@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
+from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous
-from tests.end_to_end.test_memory_compression import POLICIES, Between, Block, Trains, Transforms
+from tests.end_to_end.test_memory_compression import POLICIES, Between, Block, Trains
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
-from tests.not_on_values import ON_VALUES
 
 WIDTH, SAMPLES, NUM_BATCHES = 64, 16, 14
 
@@ -156,8 +155,8 @@ def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
 
 
 def test_what_code_between_layers_saves_moves_too_once_it_is_measured() -> None:
-    # On values, code between layers cannot use `torch.func`, and counts for the layer before it.
-    module, first = (Between, BEHIND) if ON_VALUES else (Transforms, FRONT)
+    # Code between layers counts for the layer before it.
+    module, first = Between, BEHIND
     how = {"module": module, "profile_steps": 4, "callbacks": [AwaitsPlanning()]}
     plain, found = on_ranks(2, [how, {"compression": POLICIES["host"], **how}])
     require_same(found, plain)

@@ -32,12 +32,11 @@ from lightning_pipeshift import (
     SwapAll,
     TensorRecord,
 )
-from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
+from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.text import bytes_of_text
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
-from tests.not_on_values import ON_VALUES
 
 WIDTH, SAMPLES = 64, 128
 NUM_BLOCKS = 6
@@ -200,8 +199,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {
             "schedule": "gpipe",
-            # On values, code between layers cannot use `torch.func`.
-            "module": Between if ON_VALUES else Transforms,
+            "module": Between,
             "profile_steps": 2,
             "batch_sizes": (SAMPLES,) * 10,
         },
@@ -243,9 +241,8 @@ def test_no_policy_changes_a_bit(setting: str) -> None:
         if name == "host" and "module" in how:
             swaps = json.loads(found[0]["plan"])["swaps"][0]
             numbers = {number for swap in swaps for number in swap["tensors"]}
-            # On values, it counts for the layer before it.
-            expected = {BEHIND, BEHIND + 1} if ON_VALUES else {FRONT, FRONT + 1, BEHIND}
-            assert expected <= numbers
+            # It counts for the layer before it.
+            assert {BEHIND, BEHIND + 1} <= numbers
 
 
 def saved_and_counted(module: type[L.LightningModule]) -> tuple[int, int]:

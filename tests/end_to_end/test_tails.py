@@ -1,4 +1,4 @@
-"""Steps that read values, with ``core="values"``: the first stage begins the next microbatch while
+"""Steps that read values: the first stage begins the next microbatch while
 it waits for what a step reads, as far as the step's Python state allows it. The bits and the side
 effects are those of plain Lightning.
 

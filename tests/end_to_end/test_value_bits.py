@@ -1,4 +1,4 @@
-"""``core="values"`` trains the bits of plain Lightning with each of Lightning's features that
+"""PipeShift trains the bits of plain Lightning with each of Lightning's features that
 changes gradients, parameters or the loop, and with what users do to gradients and logs.
 
 Plain Lightning accumulates as many batches as there are microbatches, and gets the microbatches as
@@ -431,7 +431,7 @@ def run_case(case: Case, strategy: dict[str, Any] | None) -> Found:
     factor, arguments = number, dict[str, Any]()
     if strategy is not None:
         factor = 1
-        ours = PipeShiftStrategy(core="values", microbatches=number, **strategy)
+        ours = PipeShiftStrategy(microbatches=number, **strategy)
         arguments = {"strategy": ours, "devices": int(os.environ["WORLD_SIZE"])}
     if case.every > 1 or factor > 1:
         arguments["accumulate_grad_batches"] = case.every * factor

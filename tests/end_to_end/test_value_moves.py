@@ -1,4 +1,4 @@
-"""Layers change their owners with ``core="values"``: no bit of what is trained changes."""
+"""Layers change their owners: no bit of what is trained changes."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def fit(
     pl.seed_everything(5, verbose=False)
     module = built(MODELS[name])
     is_manual = not module.automatic_optimization
-    options = {"partition": "uniform", "core": "values", **options}
+    options = {"partition": "uniform", **options}
     moving = Moving(moves)
     callbacks: list[pl.Callback] = [moving, *([Switches()] if name == "keeps" else [])]
     if folder is not None:
@@ -324,7 +324,7 @@ class Asks(pl.Callback):
 
 def asked() -> Any:
     asks = Asks()
-    return train([asks], 4, core="values")["counts"], asks.said
+    return train([asks], 4)["counts"], asks.said
 
 
 def test_what_cannot_change_between_steps_is_refused_and_training_goes_on() -> None:
@@ -345,7 +345,7 @@ def test_moves_of_what_one_stage_has_the_optimizers_state_of_are_refused() -> No
 def slow(watches: bool) -> Any:
     go_by_sleep()
     callbacks = [LayerMigration(patience=2, watches=watches), AwaitsPlanning()]
-    return train(callbacks, 20, slows_down=True, core="values")
+    return train(callbacks, 20, slows_down=True)
 
 
 def test_layers_leave_a_stage_that_gets_slow() -> None:

@@ -167,7 +167,7 @@ class AsynchronousPipeline(Pipeline):
         ((part, size),) = split(given.batch, 1)
         self.planning.note_samples(size)
         key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._prepare(key, given.step, part, given.optimizers, trains=True)
         self._optimizers = given.optimizers
         assert self.holdings is not None
         return part, size, key, self._minibatches or self._make_minibatches(self.holdings)

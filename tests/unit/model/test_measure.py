@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.model.execution.measure import Stopwatch
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -95,7 +95,7 @@ def test_what_like_layers_save_differs_with_what_they_are_given():
     observer = Observer()
     x = X
     for index, layer in enumerate((model.a, model.b, model.c)):
-        x = LayerCall(Gate("", layer, index, CurrentPass()), (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, index), (x,), {}, SavedTable(), observer).run()
     for index in range(3):
         found = [t.number for t in stopwatch.figures[index].tensors if t.num_bytes]
         real = [t.number for t in observer.of_layers[index] if t.num_bytes]

@@ -114,7 +114,7 @@ def test_parts_of_a_change_move_each_layer_once_and_no_link_is_busy_for_long(see
 def test_stages_whose_layers_are_not_contiguous():
     plan = Plan(LAYERS, Placement(((2, 2, 2),)), "1f1b", 4)
     moves = [Move(layer="a", stage=2), Move(layer="f", stage=0)]
-    plan = plan.with_placement(placement_after(plan, moves, may_scatter=True))
+    plan = plan.with_placement(placement_after(plan, moves))
     assert plan.placement.stages(0) == [2, 0, 1, 1, 2, 0]
     assert [[layer.name for layer in stage] for stage in plan.stage_layers(0)] == [
         ["b", "f"],

@@ -24,7 +24,6 @@ from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
@@ -87,10 +86,7 @@ def time_a_layer() -> tuple[float | None, float | None]:
     """The seconds of a layer's forward and backward, where each operation takes a millisecond."""
     timer = Timer(GPU)
     weight = torch.ones(3, device=GPU, requires_grad=True)
-    gate = Gate("layer", nn.Identity(), 0, CurrentPass())
-    timer.enter(gate, ())
-    output = weight * 2 * 3
-    timer.leave(gate, (), [output])
+    output = timer.timed(0, lambda x: x * 2 * 3)(weight)
     begin = timer.now()
     output.sum().backward()
     timer.end_backward(begin)
@@ -655,7 +651,6 @@ def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
     holdings.settle([optimizer], final=True, deferred=DeferredInit())
     errors: list[BaseException] = []
     threads = Threads("moves", errors.append)
-    gate = Gate("first", net.first, 0, CurrentPass())
     for owner in (1, 0):
         move = Migration(holdings, [owner, 1], [optimizer], threads, DeferredInit())
         move.start()
@@ -664,7 +659,7 @@ def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
             is_new = microbatch == num_microbatches - 1
             runs = channels.stage == (owner if is_new else 1 - owner)
             if runs:
-                move.enter(gate, ())
+                move.await_layer(0)
                 output = net.first(torch.ones(3, 4, device=GPU) + microbatch)
             move.end_action(Action(Kind.FORWARD, microbatch))
             if runs:
