@@ -253,8 +253,8 @@ def test_branches_of_steps(num_microbatches: int) -> None:
         for rank in run_ranks(all_trained, num_stages, num_stages, names, how, timeout=300.0):
             for name, expected, found in zip(names, alone, rank, strict=True):
                 assert not isinstance(found, str), (name, found)
-                for key, value in expected[0].items():
-                    assert torch.equal(value, found[0][key]), (name, num_stages, key)
+                for key, value in expected.items():
+                    assert torch.equal(value, found[key]), (name, num_stages, key)
 
 
 class CountsByTheIndex(CountsAtTheEnd):
@@ -269,7 +269,7 @@ def test_an_asynchronous_schedule_counts_on_all_stages() -> None:
     names = ["CountsAtTheEnd", "CountsByTheIndex", "CountsInFront", "TurnsAround", "EveryFewSteps"]
     for rank in run_ranks(all_trained, 3, 3, names, how):
         assert not any(isinstance(found, str) for found in rank), rank
-        (counted, _), (computed, _), *_ = rank
+        counted, computed, *_ = rank
         for key, value in counted.items():
             assert torch.equal(value, computed[key]), key
 
@@ -361,9 +361,9 @@ OTHERS: dict[str, type[Model]] = {
 
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"microbatches": 1, "schedule": "async"}])
 def test_what_the_last_stage_computes_is_there_in_front_of_all_layers(how: dict[str, Any]) -> None:
-    (together, _), (other, _) = run_ranks(trained, 2, "ScalesByItsLosses", how)
+    together, other = run_ranks(trained, 2, "ScalesByItsLosses", how)
     # An asynchronous schedule has other weights on each split.
-    alone = other if "schedule" in how else run_ranks(trained, 1, "ScalesByItsLosses", how)[0][0]
+    alone = other if "schedule" in how else run_ranks(trained, 1, "ScalesByItsLosses", how)[0]
     for key, value in alone.items():
         assert torch.equal(value, together[key]), key
 
@@ -374,7 +374,7 @@ def test_an_object_that_the_last_stage_changes_is_the_same_on_all_stages() -> No
     (alone,) = run_ranks(all_trained, 1, 1, names, how)
     for num_stages in (2, 3):
         for rank in run_ranks(all_trained, num_stages, num_stages, names, how):
-            for name, (expected, _), (values, _) in zip(names, alone, rank, strict=True):
+            for name, expected, values in zip(names, alone, rank, strict=True):
                 for key, value in expected.items():
                     assert torch.equal(value, values[key]), (name, num_stages, key)
 
