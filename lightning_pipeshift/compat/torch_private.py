@@ -297,14 +297,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def num_hooks(module: nn.Module) -> int:
-    """How many hooks a module has on what it returns and on its backward. Those before its forward
-    are not counted: PipeShift registers some itself, on the layers of a stage.
-    """
-    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    return sum(map(len, hooks))
-
-
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether ``torch.compile`` has compiled a module, or has returned it."""
     # The module that `torch.compile(module)` returns has the original in this attribute. Asking for
@@ -475,18 +467,6 @@ hooks_with_kwargs_of: Callable[[nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_with_kwargs"
 )
 """The numbers of the forward hooks that take keyword arguments."""
-
-
-def set_forward_hooks(module: nn.Module, hooks: Any, with_kwargs: Any) -> None:
-    """Replaces a module's forward hooks.
-
-    Args:
-        module: the module.
-        hooks: see :data:`forward_hooks_of`.
-        with_kwargs: see :data:`hooks_with_kwargs_of`.
-    """
-    module.__dict__["_forward_hooks"] = hooks
-    module.__dict__["_forward_hooks_with_kwargs"] = with_kwargs
 
 
 _HOOK_TABLES: Final = tuple(

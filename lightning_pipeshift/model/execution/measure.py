@@ -6,7 +6,7 @@ This gives a first estimate, for the plan of the first steps. Training itself is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import Rebuild, address_of, flatten, leaves_of
+from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.layer import NamedLayer
@@ -95,12 +95,8 @@ class Stopwatch:
         self._addresses = frozenset(map(address_of, self.held))
         self._known: dict[Any, Figures | None] = {}
 
-    def observe(self, gate: NamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Times the layer on inputs like these, unless it fails on synthetic inputs."""
-        self.observe_call(gate, *flatten((args, kwargs)))
-
     def observe_call(self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Rebuild) -> None:
-        """As :meth:`observe`.
+        """Times the layer on inputs like these, unless it fails on synthetic inputs.
 
         Args:
             gate: that of the layer.
@@ -125,36 +121,6 @@ class Stopwatch:
         if figures is not None:
             before = self.figures.get(gate.index)
             self.figures[gate.index] = figures if before is None else before.plus(figures)
-
-    def begin(self) -> None:
-        """Called when the step is traced, which may be again."""
-        self.figures.clear()
-
-    def take_code(
-        self, saved: Mapping[int, Sequence[SavedTensor]], working_bytes: Mapping[int, int]
-    ) -> None:
-        """Adds what the code around layers takes to the figures of these layers.
-
-        Args:
-            saved: the tensors that it saves for the backward, by layer.
-            working_bytes: what it takes for a moment, by layer.
-        """
-        for layer in saved.keys() & self.figures.keys():
-            mine, tensors = self.figures[layer], tuple(saved[layer])
-            self.figures[layer] = mine._replace(
-                tensors=mine.tensors + tensors,
-                # They are kept when the layer is recomputed, like its inputs.
-                input_bytes=mine.input_bytes + sum(tensor.num_bytes for tensor in tensors),
-                code_bytes=working_bytes.get(layer, 0),
-            )
-
-    def renumber(self, place_of: Sequence[int]) -> None:
-        """Changes the indices of the layers.
-
-        Args:
-            place_of: the new index of each layer.
-        """
-        self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
 
     def _time(
         self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Any, trains: bool

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.profile import Profile
 
 
@@ -25,17 +24,6 @@ class Crossing(NamedTuple):
     payload_bytes: int = 0
     gradient_bytes: int = 0
     may_be_cut: bool = True
-
-
-def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
-    """The boundaries across which no value is sent backwards: layers that are called in turn, each
-    on results of the other, remain on one stage.
-    """
-    impossible: set[int] = set()
-    for call in flow.calls:
-        last = max((value.layer for value in call.needs), default=-1)
-        impossible |= set(range(call.layer + 1, last + 1))
-    return frozenset(range(1, num_layers)) - impossible
 
 
 def cuts_to_try(profile: Profile, num_stages: int) -> frozenset[int]:

@@ -17,7 +17,8 @@ from lightning_pipeshift.model.user_state.random_streams import (
     set_host_state,
     stream_seed,
 )
-from tests.unit.model.following import CPU
+
+CPU = torch.device("cpu")
 
 
 def draw():
