@@ -11,7 +11,6 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import LayerError, PlanError, some_of
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
-from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
@@ -133,7 +132,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         assert core is not None
         assert holdings is not None
         # The core sums their gradients.
-        holdings.sums_shared, holdings.shared = False, SharedParameters([])
+        holdings.sums_shared, holdings.shared = False, []
         self._place_shared()
 
     def _place_shared(self) -> None:

@@ -695,7 +695,7 @@ class ValuePipeline(Pipeline):
         stage = self.channels.stage
         with run_by(None):
             holdings.set_gradients_aside(given.keeps_gradients, adds)
-            for use in holdings.shared.uses if adds else ():
+            for use in holdings.shared if adds else ():
                 # All stages that hold it have the sum: one goes on with it.
                 if core.parameter_owners.get(use.parameter, stage) != stage:
                     use.parameter.grad = None

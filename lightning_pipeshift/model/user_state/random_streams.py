@@ -108,6 +108,14 @@ class RandomStreams:
         np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
 
 
+def _mixed(number: int) -> int:
+    """The mixing step of SplitMix64 (Steele, Lea and Flood 2014, figure 16)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return number ^ (number >> 31)
+
+
 # The last seed of NumPy's and Python's global generators, and their mark behind it.
 _seeded: tuple[int, Any] = (0, None)
 

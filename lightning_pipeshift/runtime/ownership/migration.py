@@ -395,7 +395,7 @@ class Migration(ActionListener):
 
     def _begin(self, keeps_gradients: bool) -> None:
         holdings = self._holdings
-        holdings.place(self._stage_of, keeps_old=self._first > 0)
+        holdings.place(self._stage_of)
         for transfer in self._leaving():
             self._pack(transfer, keeps_gradients)
         with torch.no_grad(), flat_weights_forgotten(holdings.root):
@@ -464,7 +464,6 @@ class Migration(ActionListener):
         if action.kind is Kind.FORWARD and action.microbatch == last:
             self._settle()
         elif action.kind is Kind.BACKWARD and action.microbatch >= last >= 0:
-            self._holdings.end_part()
             if action.microbatch == last:
                 self._complete()
             self._take_gradients_apart()
