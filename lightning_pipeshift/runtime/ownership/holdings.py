@@ -136,19 +136,26 @@ class Holdings:
         """Whether the model had the parameter when its layers were distributed."""
         return id(parameter) in self._holders
 
-    def place(self, stage_of: Sequence[int]) -> None:
+    def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
         """Sets the stage of each layer, without moving anything.
 
         Args:
             stage_of: the stage of each layer.
+            keeps_old: whether the stage also goes on using what it holds now, until it is placed
+                again: minibatches that run under the old placement need it.
         """
+        before = self._holders if keeps_old else {}
         self.layers = list(zip(self._modules, stage_of, strict=True))
         # The stages that hold a parameter, lowest first, by the parameter's identity.
         self._holders = {
             id(use.parameter): holders
             for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
         }
-        self.held = [use for use in self.uses if self.stage in self._holders[id(use.parameter)]]
+        self.held = [
+            use
+            for use in self.uses
+            if self.stage in (*self._holders[id(use.parameter)], *before.get(id(use.parameter), ()))
+        ]
         self.shared = [use for use in self.held if use.is_shared and self.sums_shared]
         number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
         # Under all names, those of tied parameters too.

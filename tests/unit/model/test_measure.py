@@ -12,8 +12,8 @@ from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.model.user_state.preserve import preserved
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.step.fake_run import run_without_values
 
 CPU = torch.device("cpu")

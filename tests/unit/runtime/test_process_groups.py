@@ -25,7 +25,7 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
 from lightning_pipeshift.runtime.step import pipeline
-from lightning_pipeshift.step.engine import SuspendableMicrobatch
+from lightning_pipeshift.step import engine
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
@@ -265,7 +265,7 @@ def one_rank_fails(where: str) -> str:
 
     # Those of the run, so that one of them can fail.
     vars(pipeline)["Threads"] = noted
-    destroy, advance = dist.destroy_process_group, SuspendableMicrobatch.advance
+    destroy, advance = dist.destroy_process_group, engine.SuspendableMicrobatch.advance
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
@@ -289,7 +289,7 @@ def one_rank_fails(where: str) -> str:
         advance(microbatch)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    SuspendableMicrobatch.advance = advance_until_it_waits  # type: ignore[method-assign]
+    vars(engine)["SuspendableMicrobatch"].advance = advance_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
         fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()
