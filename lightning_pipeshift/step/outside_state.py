@@ -306,10 +306,11 @@ def _reached(begins: Iterable[str]) -> set[str]:
             is_named = isinstance(x, type | types.FunctionType)
             todo.append((x if is_named else type(x)).__module__)
             parts = list(vars(x).values()) if isinstance(x, type) else [x]
-            # An import inside of a function has the module's name.
             for function in (each for part in parts for each in _functions_in(part)):
-                for each in names_of(function.__code__):
-                    todo += by_last.get(each.rpartition(".")[2], ())
+                for each in _imports_of(function.__code__):
+                    # An import may be relative: then the name is only the end of the module's.
+                    package = [name.rpartition(".")[0]]
+                    todo += by_last.get(each.rpartition(".")[2], ()) if each else package
     return found
 
 
@@ -370,6 +371,16 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _ABSENT
+
+
+@cache
+def _imports_of(code: types.CodeType) -> Names:
+    """The modules that code imports when it runs; "" for its own package."""
+    found = {x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found |= _imports_of(each)
+    return frozenset(found)
 
 
 @cache
