@@ -41,14 +41,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "asynchronous_interruptions": (
             "sigterm_at_each_minibatch_around_a_move[way4-async-2bw-4-True]",
         ),
-        "changing_plans": (
-            "one_step_runs_on_two_owners",
-            "random_moves_change_no_bit",
-        ),
-        "stage_orders": (
-            "orders_that_are_refused",
-            "places_change_where_each_pair_of_neighbours_has_a_group",
-        ),
     },
     "memory": {
         "asynchronous_memory": (
@@ -85,14 +77,8 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
         ),
         "slow_links": (),
-        "pipeline_timeline": ("a_rank_that_gets_slow_is_named_in_one_warning",),
         "planning_command": (
             "two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
-        ),
-        "stage_orders": (
-            "a_first_order_that_makes_steps_slower_is_undone",
-            "each_virtual_machine_has_an_order_of_its_own",
-            "ranks_change_places_when_the_first_steps_have_been_measured",
         ),
     },
     "late": {
