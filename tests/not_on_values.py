@@ -76,7 +76,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
             "predictions_are_of_measured_steps_and_the_same_on_all_ranks",
             "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
         ),
-        "slow_links": (),
         "planning_command": (
             "two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
         ),
