@@ -31,13 +31,6 @@ KINDS = {
 # By kind and file; all tests of a file where none is named.
 _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
     "migration": {
-        "asynchronous": (
-            "a_decision_is_announced_when_its_last_part_is_in_force",
-            "a_decision_that_is_refused_is_not_announced",
-            "layers_leave_a_slow_stage_by_measured_times[partition1-True]",
-            "nobody_waits_for_others_to_hear_of_a_decision",
-            "the_best_move_that_keeps_shared_weights_where_they_are[partition1-True]",
-        ),
         "asynchronous_interruptions": (
             "sigterm_at_each_minibatch_around_a_move[way4-async-2bw-4-True]",
         ),
@@ -69,16 +62,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         "memory_trial": (),
         "pipeline_timeline": ("tensors_that_are_swapped_are_recorded",),
         "waiting_weights": ("a_model_with_a_tied_head",),
-    },
-    "measured": {
-        "asynchronous": (
-            "layers_leave_a_slow_stage_by_measured_times[auto-False]",
-            "predictions_are_of_measured_steps_and_the_same_on_all_ranks",
-            "the_best_move_that_keeps_shared_weights_where_they_are[auto-False]",
-        ),
-        "planning_command": (
-            "two_devices_that_become_two_virtual_machines_train_on_as_many_samples",
-        ),
     },
     "late": {
         "late_updates": (
