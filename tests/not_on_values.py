@@ -15,7 +15,6 @@ ON_VALUES = os.environ.get("PIPESHIFT_CORE") == "values"
 """Whether tests run on it that do not name their core."""
 
 KINDS = {
-    "migration": "layers that change their owners in the middle of a step, or with their ranks",
     "memory": "MemoryCompression, and memory plans",
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
@@ -30,11 +29,6 @@ KINDS = {
 
 # By kind and file; all tests of a file where none is named.
 _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
-    "migration": {
-        "asynchronous_interruptions": (
-            "sigterm_at_each_minibatch_around_a_move[way4-async-2bw-4-True]",
-        ),
-    },
     "memory": {
         "asynchronous_memory": (
             "a_budget_follows_layers_that_move",
@@ -140,11 +134,9 @@ _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
         "pages": ("what_a_page_shows_runs[docs/guides.md]",),
     },
     "measured": {
-        "examples": ("uneven_machines_are_cut_by_their_speeds",),
         "pages": ("what_a_page_shows_runs[docs/plans.md]",),
     },
     "memory": {"examples": ("the_budget_of_the_memory_example_is_kept",)},
-    "migration": {"examples": ("layers_leave_a_machine_that_gets_slow",)},
 }
 LISTED = {
     f"tests/{folder}/test_{file}.py{f'::test_{name}' if name else ''}": kind
