@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lightning_pipeshift.compat.torch_private import without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
-from lightning_pipeshift.errors import BudgetError, PlanError, some_of
+from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
@@ -264,19 +264,23 @@ class ValuePipeline(Pipeline):
             self._plan = replace(self.plan, layers=layers, prediction=None)
         self._connect_core()
 
-    def _connect_core(self) -> None:
-        channels, holdings = self.channels, self.holdings
-        assert holdings is not None
+    def _mailbox(self) -> Mailbox:
+        channels = self.channels
         members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
         mailbox = Mailbox(
             channels.control, members, channels.ranks, channels.stage, channels.watched
         )
         mailbox.waiting = partial(self._profile, WAIT)
+        return mailbox
+
+    def _connect_core(self) -> None:
+        channels, holdings = self.channels, self.holdings
+        assert holdings is not None
         self.core = Core(
             self.root,
             [each.layer for each in self._layers],
             self._owners(),
-            mailbox,
+            self._mailbox(),
             channels.device,
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
@@ -478,21 +482,10 @@ class ValuePipeline(Pipeline):
     # --- training ---
 
     def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        found = [
-            what
-            for what, is_found in (
-                ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                (
-                    "moves of weights that several layers share, with manual optimization",
-                    self._moves_shared(plan),
-                ),
-            )
-            if is_found
-        ]
-        if found:
+        if self._moves_shared(plan):
             raise PlanError(
-                f"A plan with {some_of(found)} cannot come into force while training runs. Start a"
-                " run with the new plan instead."
+                "With manual optimization, layers that share weights cannot move while training"
+                " runs. Start a run with the new plan instead."
             )
         # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
         super()._request(plan, 0 if from_microbatch else from_microbatch)
@@ -502,7 +495,10 @@ class ValuePipeline(Pipeline):
         only has.
         """
         assert self.holdings is not None
-        old, new = (each.placement.stages(self.vm) for each in (self.plan, plan))
+        old, new = (
+            [each.ranks[self.vm][stage] for stage in each.placement.stages(self.vm)]
+            for each in (self.plan, plan)
+        )
         return not self._is_automatic and any(
             use.is_shared and any(old[layer] != new[layer] for layer in use.layers)
             for use in self.holdings.uses
@@ -530,6 +526,18 @@ class ValuePipeline(Pipeline):
         super()._finish_change()
         assert self.holdings is not None
         self.holdings.return_gradients_aside()
+
+    def _reorder(self, plan: Plan) -> None:
+        core, before = self.core, self.channels.ranks
+        if core is None or list(plan.ranks[self.vm]) == before:
+            super()._reorder(plan)
+            return
+        assert self._between is not None
+        self._between.release()
+        self.meets()
+        core.mailbox.close()
+        super()._reorder(plan)
+        core.renumber([self.channels.ranks.index(rank) for rank in before], self._mailbox())
 
     def _put_in_force(self, plan: Plan, first: int) -> None:
         super()._put_in_force(plan, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -39,6 +40,11 @@ class Memory:
         self.writer = stage
         self.has_returned = False
         return [account for each in self.accounts if (account := each()) is not None]
+
+    def renumber(self, numbers: Sequence[int]) -> None:
+        """See :meth:`Core.renumber`."""
+        self.writer = None if self.writer is None else numbers[self.writer]
+        self.offers = [key._replace(source=numbers[key.source]) for key in self.offers]
 
 
 class Account:
@@ -102,6 +108,11 @@ class Account:
         self.has_left = False
         self.sent_at: int | None = None
         self._num_writes = self.memory.num_writes
+
+    def renumber(self, numbers: Sequence[int]) -> None:
+        """See :meth:`Core.renumber`."""
+        self.owner, self.last = numbers[self.owner], numbers[self.last]
+        self.holders = {numbers[stage] for stage in self.holders}
 
     @property
     def version(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
@@ -124,6 +126,8 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
+        self.kept: weakref.WeakSet[Account] = weakref.WeakSet()
+        """Of the values of programs that are over, and that other code still has."""
         self.num_steps = self.step_number = 0
         """How many runs have begun; the number of the user's step that runs, for messages."""
         self.digest = 0
@@ -169,6 +173,21 @@ class Core:
         for number in reversed(range(len(self.layers))):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
                 self.parameter_owners[tensor] = owners(number, 0)
+
+    def renumber(self, numbers: Sequence[int], mailbox: Mailbox) -> None:
+        """Gives the stages other numbers: each rank keeps what it has. Every stage calls this
+        between two runs, in front of :meth:`place`, when the program between them is released.
+
+        Args:
+            numbers: the new number of each stage.
+            mailbox: connects the stages under their new numbers.
+        """
+        mailbox.take_offers(self.mailbox, numbers)
+        self.mailbox, self.stage = mailbox, mailbox.stage
+        for tensor, owner in self.parameter_owners.items():
+            self.parameter_owners[tensor] = numbers[owner]
+        for each in {*self.kept, *(account.memory for account in self.kept)}:
+            each.renumber(numbers)
 
     # --- what the first use of a layer awaits ---
 

@@ -54,6 +54,8 @@ class Transfers(NotedProgram):
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
+        self._named: list[weakref.ref[Account]] = []
+        """Those of all values."""
         self.saves: Saves | None = None
         """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._new_token()
@@ -65,6 +67,8 @@ class Transfers(NotedProgram):
         living = [value for each in self._living if (value := each()) is not None]
         # Those that refer to a tensor must be gone when it is swapped.
         self._living.clear()
+        self.core.kept.update(account for each in self._named if (account := each()) is not None)
+        self._named.clear()
         with without_torch_function_of_subclasses(), torch.enable_grad():
             for value in living:
                 tensor = value.account.tensor
@@ -212,6 +216,7 @@ class Transfers(NotedProgram):
         """The account of the microbatch's next value."""
         account = Account(owner, requires_grad, tensor, memory)
         self._name(account)
+        self._named.append(weakref.ref(account))
         return account
 
     def new_value(self, spec: Spec, account: Account) -> Value:

@@ -144,7 +144,8 @@ def require_ended_in_order(
 ) -> list[int]:
     """Checks that all runs end in order; returns how many layers have moved in each."""
     found = []
-    outcomes = run_ranks(end_each, 3, str(folder), cases, timeout=LIMIT_SECONDS)
+    seconds = LIMIT_SECONDS + 4 * len(cases)
+    outcomes = run_ranks(end_each, 3, str(folder), cases, timeout=seconds)
     for number, (case, _, rank) in enumerate(cases):
         saved = [outcome[number] for outcome in outcomes]
         assert saved[rank].is_reached

@@ -284,6 +284,17 @@ class Mailbox:
                 copied = self._offers[key][0].clone()
                 self._offers[key] = copied, counted_writes(copied)
 
+    def take_offers(self, other: Mailbox, numbers: Sequence[int]) -> None:
+        """Takes what stages could ask another mailbox of this rank for, which is closed.
+
+        Args:
+            other: it.
+            numbers: the number that each stage has now, by the one that it had there.
+        """
+        self._offers = {
+            key._replace(source=numbers[key.source]): each for key, each in other._offers.items()
+        }
+
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
         """Sends a value that is read to all other stages, once in a run."""
         with self._offering:
