@@ -290,7 +290,13 @@ class ValuePipeline(Pipeline):
         assert holdings is not None
         members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
         mailbox = Mailbox(
-            channels.control, members, channels.ranks, channels.stage, channels.watched
+            channels.control,
+            members,
+            channels.ranks,
+            channels.stage,
+            channels.watched,
+            channels.device,
+            channels.shares_memory_with,
         )
         mailbox.waiting = partial(self._profile, WAIT)
         self.core = Core(
