@@ -117,15 +117,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "pipeline_timeline": ("rings_and_lanes_of_several_virtual_machines_are_recorded",),
     },
-    "device": {
-        "shared_memory": (
-            "a_shared_gradient_crosses_once_in_each_direction",
-            "buffers_are_used_again",
-            "memory_that_is_only_copied_is_not_taken_for_shared",
-            "the_bits_are_those_of_one_stage",
-        ),
-        "waits": ("a_step_waits_once_and_while_the_device_has_work",),
-    },
     "copies": {
         "averages": (
             "a_run_goes_on_from_a_checkpoint_on_another_split[AveragedModel-False]",

@@ -126,7 +126,7 @@ class Message(NamedTuple):
                 f" than {tuple(shape)}, {dtype}, for `{self.place.label}` ({self.place.line})."
                 f" {ADVICE}"
             )
-        flat = to_device(data, device).view(dtype)
+        flat: Tensor = to_device(data, device).view(dtype)
         if self.strides is None:
             return flat.view(tuple(shape))
         order = _dims_in_memory(shape, self.strides)
