@@ -238,7 +238,7 @@ class _Program(Microbatch):
         """See :class:`Transfers`."""
         raise _End(f"what `{label}` returns depends on values")
 
-    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+    def _read_here(self, tensor: Tensor, label: str, device: torch.device | None) -> Tensor:
         if not isinstance(tensor, StepParameter) or tensor.is_meta or tensor in self.accounts:
             raise _End(f"`{label}` reads a value")
         with torch.no_grad(), run_by(None):

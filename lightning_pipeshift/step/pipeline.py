@@ -55,6 +55,7 @@ from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
+    Prefetch,
     Structure,
     gathered,
     kept,
@@ -268,7 +269,13 @@ class ValuePipeline(Pipeline):
         channels = self.channels
         members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
         mailbox = Mailbox(
-            channels.control, members, channels.ranks, channels.stage, channels.watched
+            channels.control,
+            members,
+            channels.ranks,
+            channels.stage,
+            channels.watched,
+            channels.device,
+            channels.shares_memory_with,
         )
         mailbox.waiting = partial(self._profile, WAIT)
         return mailbox
@@ -345,14 +352,20 @@ class ValuePipeline(Pipeline):
         self.meets()
         return self.channels.share_object(mine, source)
 
-    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum]:
-        """Begins to compare a structure over the stages."""
+    def _held_by_metrics(self) -> list[Any]:
+        return [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+
+    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum, Prefetch]:
+        """Begins to compare a structure over the stages, and to copy it and the metrics to the
+        host.
+        """
         structure = Structure(tree)
         digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
         digests[self.channels.stage] = structure.digest()
-        return structure, self.channels.post_sum(digests)
+        prefetch = Prefetch([*structure.leaves, *Structure(self._held_by_metrics()).leaves])
+        return structure, self.channels.post_sum(digests), prefetch
 
-    def _gathered(self, structure: Structure, posted: PostedSum) -> Any:
+    def _gathered(self, structure: Structure, posted: PostedSum, prefetch: Prefetch) -> Any:
         """A structure with host tensors in the place of values, and metrics with common tensors, as
         Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
         different things, what counts is what the first rank has, as on one device.
@@ -360,6 +373,7 @@ class ValuePipeline(Pipeline):
         Args:
             structure: what :meth:`_begin_gathering` returned.
             posted: likewise.
+            prefetch: likewise.
         """
         channels, core = self.channels, self.core
         assert core is not None
@@ -370,9 +384,9 @@ class ValuePipeline(Pipeline):
             first = channels.ranks.index(min(channels.ranks))
             offered = core.mailbox.offered
             structure = of_stage(first, structure, channels.stage, self._share, offered)
-        held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+        held = self._held_by_metrics()
         more, num_leaves = Structure(held), len(structure.leaves)
-        leaves = gathered([*structure.leaves, *more.leaves], core, self._share)
+        leaves = gathered([*structure.leaves, *more.leaves], core, self._share, prefetch)
         found = more.rebuild(leaves[num_leaves:])
         for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
@@ -616,7 +630,7 @@ class ValuePipeline(Pipeline):
                 self._begin_gradients(given, adds)
             has_begun = True
 
-        begun: list[tuple[Structure, PostedSum]] = []
+        begun: list[tuple[Structure, PostedSum, Prefetch]] = []
 
         def run(part: Any, turn: int) -> Any:
             return self._logged(given.step, part, turn)
@@ -626,6 +640,8 @@ class ValuePipeline(Pipeline):
             if not given.wants_result:
                 losses.outcomes[-1].result = None
             if losses.is_complete:
+                if len(slices) > 1:
+                    self._batch_metrics.end()
                 # They travel while the backwards run.
                 everything = list(losses.outcomes), given.is_last_batch
                 begun.append(self._begin_gathering(everything))
@@ -657,8 +673,6 @@ class ValuePipeline(Pipeline):
         # Where there was no backward.
         self.late_updates.finish()
         begin_gradients(True)
-        if len(slices) > 1:
-            self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
@@ -735,15 +749,22 @@ class ValuePipeline(Pipeline):
         if self.replicas.count == 1 and not has_weight and set(losses.sizes) == {first}:
             # As Lightning does, with the microbatches as its batches: a factor gives other bits.
             loss = loss / (len(losses.sizes) * given.num_accumulated)
-            return loss if given.scale == 1.0 else loss * given.scale
+            # To compare a tensor would wait for the device, and the bits are the same.
+            is_plain = not isinstance(given.scale, Tensor) and given.scale == 1.0
+            return loss if is_plain else loss * given.scale
         return loss * losses.factor(turn)
 
     def _report(
-        self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
+        self,
+        losses: Losses,
+        given: TrainingBatch,
+        everything: Structure,
+        posted: PostedSum,
+        prefetch: Prefetch,
     ) -> Report:
         """The report of a step, on every stage."""
         with self._profile(WAIT):
-            found, is_last_batch = self._gathered(everything, posted)
+            found, is_last_batch = self._gathered(everything, posted, prefetch)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, is_last_batch)
         report.stops = given.stops()

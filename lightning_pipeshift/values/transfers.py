@@ -14,13 +14,15 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
     given,
 )
+from lightning_pipeshift.values.functions import NUMBERS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
 from lightning_pipeshift.values.program import NotedProgram
 from lightning_pipeshift.values.saves import Saves
@@ -160,14 +162,15 @@ class Transfers(NotedProgram):
                 account.sent_at = version_in(account.tensor)
             with without_torch_function_of_subclasses():
                 content = account.tensor
-                # A layer may write to what is its own while that is on its way.
-                if content.nbytes > self.mailbox.room_bytes and self.core.is_in_layer(content):
+                # A layer may write to what is its own while that is on its way in host memory.
+                is_behind = content.nbytes > self.mailbox.room_bytes and content.is_cpu
+                if is_behind and self.core.is_in_layer(content):
                     content = content.clone()
                 self.mailbox.send(stage, key, self._place(label), content)
         elif self.stage == stage:
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
-                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                account.tensor = message.tensor(tensor.dtype, tensor.shape, self.core.device)
                 if self.saves is not None:
                     self.saves.received(account.tensor)
         account.holders.add(stage)
@@ -237,7 +240,7 @@ class Transfers(NotedProgram):
         """Sends what one stage knows to all; returns it."""
         key = self._key(stage, Kind.TOLD)
         if self.stage != stage:
-            return _unpickled(self.receive(key, self._place(label)))
+            return self.receive(key, self._place(label)).content
         data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
         for other in range(self.mailbox.num_stages):
             if other != stage:
@@ -252,7 +255,7 @@ class Transfers(NotedProgram):
         if self.stage == source:
             data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
             self.mailbox.send(to, key, place, data)
-        return lambda: _unpickled(self.mailbox.take(key, place))
+        return lambda: self.mailbox.take(key, place).content
 
     def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function that reads values into Python, on this rank. Other ranks need not read
@@ -261,16 +264,24 @@ class Transfers(NotedProgram):
         label = name_of(function)
         arguments = Arguments(given(args, kwargs), id)
         placed = [x for x in arguments.tensors if type(x) in PLACED]
-        plain = {id(x): self._read_here(x, label) for x in placed}
+        # What has come from another stage is in host memory: there, nobody waits for the device.
+        is_scalar = function is Tensor.__format__ and args[0].dim() == 0
+        device = None if function in NUMBERS or is_scalar else self.core.device
+        plain = {id(x): self._read_here(x, label, device) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
             plain_args, *plain_kwargs = copied(
                 given(args, kwargs), lambda x: plain.get(id(x), x), {}
             )
             return function(*plain_args, **dict(plain_kwargs))
 
-    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+    def _read_here(self, tensor: Tensor, label: str, device: torch.device | None) -> Tensor:
         """A value's tensor without its gradient. The owner tells it to all stages; another stage
         asks for it, since the owner may not read it.
+
+        Args:
+            tensor: the value.
+            label: of what reads it.
+            device: where it is to be; ``None``: anywhere.
         """
         if isinstance(tensor, StepParameter) and tensor not in self.core.parameter_owners:
             # No operation has used it, so every stage has it. A read must not place it: the other
@@ -293,9 +304,10 @@ class Transfers(NotedProgram):
                 self.mailbox.ask(key, place)
             message = self.receive(key, place)
             with without_torch_function_of_subclasses():
-                here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                here = message.tensor(tensor.dtype, tensor.shape)
             account.seen = account.version, here
-        return here.detach()
+        with without_torch_function_of_subclasses():
+            return (here if device is None else to_device(here, device)).detach()
 
     def _read_key(self, account: Account, tensor: Tensor) -> Key:
         if account.name is None:
@@ -333,11 +345,6 @@ class Transfers(NotedProgram):
         for key in memory.offers:
             self.mailbox.copy_offer(key)
         memory.offers.clear()
-
-
-def _unpickled(message: Message) -> Any:
-    assert message.data is not None
-    return pickle.loads(message.data.numpy().tobytes())
 
 
 def key_of(account: Account) -> Key:
