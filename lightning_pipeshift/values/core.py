@@ -44,7 +44,14 @@ from lightning_pipeshift.values.layer_contracts import (
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, run_by, running
+from lightning_pipeshift.values.value import (
+    PLACED,
+    SeenData,
+    StepBuffer,
+    StepParameter,
+    run_by,
+    running,
+)
 
 # How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
 # a contract for each, and a setting that changes in each step makes a kind each.
@@ -381,6 +388,7 @@ class Core:
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        Tensor.data = SeenData()  # type: ignore[assignment]
         self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
@@ -388,6 +396,7 @@ class Core:
         finally:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            del Tensor.data
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
@@ -481,6 +490,13 @@ class Core:
         """
         for parameter in parameters:
             self.parameter_owners.setdefault(parameter, max(values, default=0))
+
+    def writes_to(self, tensor: Tensor) -> None:
+        """Notes that an operation has given a parameter or a buffer of a layer other bytes at its
+        owner.
+        """
+        self.written.add(tensor)
+        self._memories = None
 
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""
