@@ -20,10 +20,7 @@ KINDS = {
     "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
-    "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
-    "data": "`x.data = y` with values in a step",
-    "kept": "averages in a step, and functions that are given layers",
     "layers": "small models of which the other core makes fewer layers, as examples show",
 }
 """What is not there yet, or belongs to the other core."""
@@ -126,40 +123,8 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "waits": ("a_step_waits_once_and_while_the_device_has_work",),
     },
-    "copies": {
-        "averages": (
-            "a_run_goes_on_from_a_checkpoint_on_another_split[AveragedModel-False]",
-            "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-False]",
-            "a_run_goes_on_from_a_checkpoint_on_another_split[copy as a module-True]",
-            "a_run_goes_on_from_a_checkpoint_on_another_split[evaluated copy-True]",
-            "a_run_goes_on_from_a_checkpoint_on_another_split[flat copy as a module-False]",
-            "a_second_run_goes_on_with_the_averages[AveragedModel]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[AveragedModel]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[copy as a module]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[evaluated copy]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[flat copy as a module]",
-            "two_stages_give_the_bits_of_one[AveragedModel]",
-            "two_stages_give_the_bits_of_one[copy as a module]",
-            "two_stages_give_the_bits_of_one[evaluated copy]",
-            "two_stages_give_the_bits_of_one[flat copy as a module]",
-        ),
-    },
     "compiled": {
         "compiled": ("every_split_and_policy_trains_the_same[HasConditions]",),
-    },
-    "data": {
-        "averages": (
-            "a_run_goes_on_from_a_checkpoint_on_another_split[momentum in the step-False]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[momentum in the step]",
-            "two_stages_give_the_bits_of_one[momentum in the step]",
-        ),
-    },
-    "kept": {
-        "averages": (
-            "a_run_goes_on_from_a_checkpoint_on_another_split[dict in the step-False]",
-            "three_stages_and_moving_layers_give_the_bits_of_one[dict in the step]",
-            "two_stages_give_the_bits_of_one[dict in the step]",
-        ),
     },
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -186,9 +151,6 @@ LISTED = {
     for name in names or ("",)
 }
 """Node ids, or the part of them in front of a ``[`` or a ``::``, and the kind of each."""
-
-MODELS = {"MomentumAtTheHead": "data"}
-"""Models that a test of many models leaves out, and why."""
 
 
 def entry_of(node_id: str, listed: dict[str, str]) -> str | None:

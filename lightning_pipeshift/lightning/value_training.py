@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -43,6 +44,11 @@ class ValueTraining(TrainingSteps):
         # A Trainer keeps those of an earlier training, whose state stays where it is.
         trains = trainer.state.fn == TrainerFn.FITTING
         pipeline.find_optimizers = lambda: trainer.optimizers if trains else ()
+        if trains:
+            takes_number = is_param_in_hook_signature(
+                trainer.lightning_module.training_step, "batch_idx", min_args=2
+            )
+            pipeline.user_step = self._step_of((0,) if takes_number else ())
 
     @property
     def _is_automatic(self) -> bool:

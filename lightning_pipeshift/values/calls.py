@@ -34,6 +34,7 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
+from lightning_pipeshift.values.program import require_here
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -342,6 +343,7 @@ class Calls(Transfers):
         a value of one stage: others that share its memory would not.
         """
         if not _is_own(tensor, needs_gradient):
+            require_here(tensor)
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
@@ -357,6 +359,7 @@ class Calls(Transfers):
             LayerError: others that share its memory would not become values.
         """
         if not _is_own(tensor, False):
+            require_here(tensor)
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has, and"
                 " whose memory other tensors or arrays share, or that needs a gradient, or whose"

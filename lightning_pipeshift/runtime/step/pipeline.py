@@ -146,6 +146,7 @@ class Seen(NamedTuple):
         idle: the layers that no step calls.
         uses: of the parameters.
         crossings: what crosses the boundary behind each layer.
+        in_steps: the paths of the tensors that user code keeps and steps use.
     """
 
     trace: Trace
@@ -155,6 +156,7 @@ class Seen(NamedTuple):
     idle: frozenset[int]
     uses: list[ParameterUse]
     crossings: Sequence[Crossing]
+    in_steps: frozenset[str] = frozenset()
 
 
 class Pipeline:
@@ -416,7 +418,9 @@ class Pipeline:
         if trains and self._traces_steps:
             self._say_who_has_no_work()
         of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
-        self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels, of_user_code)
+        self.holdings = Holdings(
+            self.root, uses, layers, stage_of, self.channels, of_user_code, seen.in_steps
+        )
         self._optimizers = optimizers
         self._note_state_on_host()
         if not self._was_whole:
