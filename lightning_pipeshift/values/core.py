@@ -42,7 +42,7 @@ from lightning_pipeshift.values.layer_contracts import (
     set_flags,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
-from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -536,6 +536,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
+            if microbatch.turn == OUTSIDE and self._averages((*args, *kwargs.values())):
+                return core.forwards[number](*args, **kwargs)
             if core.sees_parameters:
                 return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
@@ -549,6 +551,13 @@ class _PlacedForward:
                 " that contains both one layer."
             )
         return core.forwards[number](*args, **kwargs)
+
+    def _averages(self, given: Iterable[Any]) -> bool:
+        """Whether a call between steps is a part of the code there: of a module that has no
+        parameters and is given others. Each stage works on what it has of them.
+        """
+        is_given = any(isinstance(x, nn.Module) for x in given)
+        return is_given and not self._core.parameters[self._number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """For a copy of the layer: its own forward."""

@@ -678,7 +678,7 @@ def test_three_stages_and_moving_layers_give_the_bits_of_one(name: str) -> None:
     # A stage without layers does not run the step, and so not what stands at its head.
     last = [1, n - 2, 1] if name in IN_THE_STEP else [0, n, 0]
     moves = {2: [n - 2, 1, 1], 5: [1, 1, n - 2], 7: last}
-    compare(name, 3, cuts=None if ON_VALUES else moves)
+    compare(name, 3, cuts=moves)
 
 
 SAVED = [name for name in CASES if CASES[name].saves]
