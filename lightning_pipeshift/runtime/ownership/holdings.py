@@ -335,7 +335,12 @@ class Holdings:
         kept = self._kept()
         in_steps = {id(x) for path, x in kept.items() if path in self._in_steps}
         for tensor, name in self._found_copies():
-            if id(tensor) in in_steps or tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+            if (
+                id(tensor) in in_steps
+                or tensor.is_meta
+                or self.stage in self.stages_of([name])
+                or self.is_held(tensor)
+            ):
                 continue
             try:
                 swap(tensor, RemoteTensor.like(tensor, [name]))
