@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -103,6 +104,11 @@ class TrainingSteps:
         # A Trainer keeps those of an earlier training, whose state stays where it is.
         trains = trainer.state.fn == TrainerFn.FITTING
         pipeline.find_optimizers = lambda: trainer.optimizers if trains else ()
+        if trains:
+            takes_number = is_param_in_hook_signature(
+                trainer.lightning_module.training_step, "batch_idx", min_args=2
+            )
+            pipeline.user_step = self._step_of((0,) if takes_number else ())
 
     @property
     def _is_automatic(self) -> bool:

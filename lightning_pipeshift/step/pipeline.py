@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import without_compiling
+from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PlanError
@@ -136,6 +136,8 @@ class ValuePipeline(Pipeline):
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
+        self.user_step: UserStep | None = None
+        """The user's step of training; ``None`` where the run does not train."""
         self._store: ActivationStore | None = None
         """While a training step runs, what keeps its saved tensors within the budget."""
         self._places: dict[Action, int] = {}
@@ -172,15 +174,22 @@ class ValuePipeline(Pipeline):
             found = self._run_without_values(key, step, batch, found.core)
         self._known = found.core
         layers = [each.layer for each in self._layers]
-        is_known = trains and not found.end and not found.draws
-        idle = frozenset(range(len(layers))) - found.called if is_known else frozenset()
+        trained = found
+        if trains and key[1] != "train" and self.user_step is not None:
+            # The sanity check comes first, and calls what validation does.
+            own = *key, "training step"
+            trained = self._run_without_values(own, self.user_step, batch, found.core)
+        called = None if not trains or trained.end or trained.draws else trained.called
+        in_steps = self._kept_in(trained.used)
         crossings = found.crossings()
         if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
             # Values may go back, too, if they have to.
             crossings = [each._replace(may_be_cut=True) for each in crossings]
-        idle, crossings = self.replicas.world.share_object((idle, crossings), source=0)
-        self._idle = idle
-        uses = parameter_uses(self.root, layers, {}, None)
+        called, in_steps, crossings = self.replicas.world.share_object(
+            (called, in_steps, crossings), source=0
+        )
+        self._idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
+        uses = parameter_uses(self.root, layers, {}, called)
         figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
         self._is_timed = bool(figures)
         if not figures:
@@ -188,8 +197,17 @@ class ValuePipeline(Pipeline):
                 at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
                 for at, layer in enumerate(layers)
             }
-        figures |= dict.fromkeys(idle, Figures(0.0))
-        return Seen(figures, idle, uses, crossings)
+        figures |= dict.fromkeys(self._idle, Figures(0.0))
+        return Seen(figures, called, self._idle, uses, crossings, in_steps)
+
+    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
+        """The paths of the tensors that user code keeps in this memory."""
+        nodes = kept_by_user(self.root, set(map(id, self.root.parameters())))
+        return frozenset(
+            path
+            for path, x in nodes
+            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
+        )
 
     def _run_without_values(
         self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None

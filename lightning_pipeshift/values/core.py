@@ -44,9 +44,16 @@ from lightning_pipeshift.values.layer_contracts import (
     set_flags,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
-from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, run_by, running
+from lightning_pipeshift.values.value import (
+    PLACED,
+    SeenData,
+    StepBuffer,
+    StepParameter,
+    run_by,
+    running,
+)
 
 # How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
 # a contract for each, and a setting that changes in each step makes a kind each.
@@ -400,6 +407,7 @@ class Core:
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        Tensor.data = SeenData()  # type: ignore[assignment]
         self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
@@ -407,6 +415,7 @@ class Core:
         finally:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            del Tensor.data
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
@@ -501,6 +510,13 @@ class Core:
         for parameter in parameters:
             self.parameter_owners.setdefault(parameter, max(values, default=0))
 
+    def writes_to(self, tensor: Tensor) -> None:
+        """Notes that an operation has given a parameter or a buffer of a layer other bytes at its
+        owner.
+        """
+        self.written.add(tensor)
+        self._memories = None
+
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""
         self.place_parameters(list(self.module.parameters()), ())
@@ -539,6 +555,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
+            if microbatch.turn == OUTSIDE and self._averages((*args, *kwargs.values())):
+                return core.forwards[number](*args, **kwargs)
             if core.sees_parameters:
                 return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
@@ -552,6 +570,13 @@ class _PlacedForward:
                 " that contains both one layer."
             )
         return core.forwards[number](*args, **kwargs)
+
+    def _averages(self, given: Iterable[Any]) -> bool:
+        """Whether a call between steps is a part of the code there: of a module that has no
+        parameters and is given others. Each stage works on what it has of them.
+        """
+        is_given = any(isinstance(x, nn.Module) for x in given)
+        return is_given and not self._core.parameters[self._number]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """For a copy of the layer: its own forward."""

@@ -114,7 +114,7 @@ class Microbatch(Calls):
             return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
-        self._place_parameters([x for x in arguments.tensors if type(x) in PLACED])
+        self.place_parameters([x for x in arguments.tensors if type(x) in PLACED])
         key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
         known = core.contracts.get(key)
         if known is None:
@@ -153,7 +153,12 @@ class Microbatch(Calls):
         """A structure with the tensors of this stage in the place of values."""
         return map_leaves(lambda x: x.account.tensor if isinstance(x, Value) else x, tree)
 
-    def _place_parameters(self, placed: Sequence[Tensor]) -> None:
+    def place_parameters(self, placed: Sequence[Tensor]) -> None:
+        """Places parameters outside of layers where an operation uses them first.
+
+        Args:
+            placed: the values and the parameters of the operation.
+        """
         parameters = [x for x in placed if type(x) is StepParameter]
         if parameters:
             owners = [x.account.owner for x in placed if isinstance(x, Value)]
@@ -315,6 +320,9 @@ class Microbatch(Calls):
         stream = self._next_stream("a layer")
         if core.awaits and stage == self.stage:
             core.before_layer(number)
+        for buffer in core.buffers[number] if self.accounts else ():
+            if buffer in self.accounts:
+                self.accounts[buffer].refresh()
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
         call = Call(
@@ -423,6 +431,7 @@ class Microbatch(Calls):
         self._end_era()
         self._new_token()
         for tensor, account in self.accounts.items():
+            account.refresh()
             self._begin_parameter(tensor, account)
 
 

@@ -60,6 +60,8 @@ class Transfers(NotedProgram):
         """Those of all values."""
         self.saves: Saves | None = None
         """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
+        self._shared: list[tuple[Memory, str]] = []
+        """The memory that `x.data = y` has given to parameters, and the user's lines."""
         self._new_token()
 
     def release(self) -> None:
@@ -79,7 +81,26 @@ class Transfers(NotedProgram):
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
         self._new_token()
+        self._require_unshared()
         self.accounts.clear()
+
+    def _require_unshared(self) -> None:
+        """Raises LayerError if parameters have their memory in common with what is used behind the
+        step: no operation tells when their optimizer writes to it.
+        """
+        for memory, line in self._shared if not self._is_alone else ():
+            living = [account for each in memory.accounts if (account := each()) is not None]
+            mine = [account for account in self.accounts.values() if account.memory is memory]
+            for account in mine:
+                account.refresh()
+            if mine and len(living) > 1:
+                raise LayerError(
+                    f"`x.data = y` ({line}) gives the parameter `x` the memory of `y`, and `y` is"
+                    " kept behind the step, or is a parameter, too. One stage only would see what"
+                    " an optimizer writes to both. Give `x` memory of its own:"
+                    " `x.data = y.clone()`."
+                )
+        self._shared.clear()
 
     @property
     def ends(self) -> list[Tensor]:
@@ -110,7 +131,7 @@ class Transfers(NotedProgram):
 
     def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
         """Resets the account of a parameter or buffer to the stages that hold it."""
-        holders = {account.owner}
+        holders, account.name = {account.owner}, None
         if tensor not in self.core.written:
             holders.update(self.core.holders(tensor))
         account.begin(account.owner, tensor if self.stage in holders else None)

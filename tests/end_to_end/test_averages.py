@@ -558,6 +558,7 @@ def fit(
     sharded: bool = False,
     again: bool = False,
     virtual_machines: int = 1,
+    num_sanity_val_steps: int = 0,
 ) -> dict[str, Any]:
     """Trains as a rank of a job; returns everything that is to be the same on every split.
 
@@ -570,6 +571,7 @@ def fit(
         sharded: whether checkpoints are folders.
         again: whether to train a second time afterwards, and to evaluate in between.
         virtual_machines: how many pipelines side by side.
+        num_sanity_val_steps: on how many batches the model is evaluated before.
     """
     case = CASES[name]
     L.seed_everything(7, verbose=False)
@@ -583,6 +585,7 @@ def fit(
     how: dict[str, Any] = {
         **QUIET,
         "enable_checkpointing": True,
+        "num_sanity_val_steps": num_sanity_val_steps,
         "plugins": [PipeShiftCheckpointIO(sharded=sharded)],
     }
     strategy = PipeShiftStrategy(
@@ -666,9 +669,14 @@ IN_THE_STEP = {"dict in the step", "momentum in the step"}
 def test_two_stages_give_the_bits_of_one(name: str) -> None:
     ranks = compare(name, 2)
     parameters, averages = (any(found["num_elsewhere"][kind] for found in ranks) for kind in (0, 1))
-    assert parameters == (name not in IN_THE_STEP)
+    assert parameters
     if name != "called again":
         assert averages == (bool(ranks[0]["averages"]) and name not in IN_THE_STEP)
+
+
+@pytest.mark.parametrize("name", ["evaluated copy", "AveragedModel"])
+def test_what_a_sanity_check_calls_hides_no_copies(name: str) -> None:
+    compare(name, 2, num_sanity_val_steps=1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -758,8 +766,18 @@ class TrainsAModelOfItsOwn(L.Callback):
         self.optimizer.step()
 
 
-def refused(callback: Callable[[], L.Callback]) -> None:
-    module = built(Plain)
+class InAHookAndInTheStep(DictInAHook):
+    """An average that hooks write to, and steps use."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        distance = (self.net[0].weight - self.average["0.weight"]).square().sum()
+        return super().training_step(batch, batch_idx) + distance
+
+
+def refused(
+    callback: Callable[[], L.Callback] = L.Callback, make_module: Callable[[], Any] = Plain
+) -> None:
+    module = built(make_module)
     trainer = quiet_trainer(
         {"pipeshift": {"microbatches": 2, "partition": "uniform"}, "devices": 2},
         max_epochs=1,
@@ -783,6 +801,11 @@ def test_what_no_stage_can_know_is_an_error(
 ) -> None:
     outcomes = run_ranks(refused, 2, callback, expect_failure=True)
     assert any(o.error_type == error and message in o.message for o in outcomes), outcomes
+
+
+def test_an_average_that_hooks_write_to_and_steps_use_is_an_error() -> None:
+    outcomes = run_ranks(refused, 2, make_module=InAHookAndInTheStep, expect_failure=True)
+    assert any("let it be a buffer of the LightningModule" in o.message for o in outcomes)
 
 
 def losing(callback: Callable[[], L.Callback]) -> list[str]:

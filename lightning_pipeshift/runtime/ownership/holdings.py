@@ -69,6 +69,8 @@ class Holdings:
         stage_of: the stage of each layer.
         channels: the stage's connections.
         of_user_code: the identities of modules inside of layers whose buffers every stage holds.
+        in_steps: the paths of the tensors of user code that every stage keeps, since steps use
+            them.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class Holdings:
         stage_of: list[int],
         channels: Channels,
         of_user_code: Collection[int] = (),
+        in_steps: Collection[str] = (),
     ) -> None:
+        self._in_steps = in_steps
         self.uses = uses
         self.root = root
         self.channels = channels
@@ -319,8 +323,15 @@ class Holdings:
         tensors that this stage holds: values computed from copies are computed on the stages of the
         originals.
         """
+        kept = self._kept()
+        in_steps = {id(x) for path, x in kept.items() if path in self._in_steps}
         for tensor, name in self._found_copies():
-            if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+            if (
+                id(tensor) in in_steps
+                or tensor.is_meta
+                or self.stage in self.stages_of([name])
+                or self.is_held(tensor)
+            ):
                 continue
             try:
                 swap(tensor, RemoteTensor.like(tensor, [name]))

@@ -106,15 +106,19 @@ class Seen(NamedTuple):
 
     Args:
         figures: of the layers.
+        called: the layers that steps call; ``None``: any may be called.
         idle: the layers that no step calls.
         uses: of the parameters.
         crossings: what crosses the boundary behind each layer.
+        in_steps: the paths of the tensors that user code keeps and steps use.
     """
 
     figures: dict[int, Figures]
+    called: frozenset[int] | None
     idle: frozenset[int]
     uses: list[ParameterUse]
     crossings: Sequence[Crossing]
+    in_steps: frozenset[str] = frozenset()
 
 
 class Pipeline(ABC):
@@ -295,9 +299,11 @@ class Pipeline(ABC):
         placement = plan.placement
         stage_of = placement.stages(self.vm)
         self._plan = plan
-        self._called = set(range(len(layers))) - seen.idle
-        of_user_code = modules_of_user_code(self.root, layers, uses, None)
-        self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels, of_user_code)
+        self._called = set(range(len(layers)) if seen.called is None else seen.called)
+        of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
+        self.holdings = Holdings(
+            self.root, uses, layers, stage_of, self.channels, of_user_code, seen.in_steps
+        )
         self._optimizers = optimizers
         self._note_state_on_host()
         if not self._was_whole:
