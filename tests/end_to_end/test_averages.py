@@ -770,7 +770,8 @@ class InAHookAndInTheStep(DictInAHook):
     """An average that hooks write to, and steps use."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        distance = (self.net[0].weight - self.average["0.weight"]).square().sum()
+        net: Any = self.net
+        distance = (net[0].weight - self.average["0.weight"]).square().sum()
         return super().training_step(batch, batch_idx) + distance
 
 

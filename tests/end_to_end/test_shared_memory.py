@@ -22,7 +22,6 @@ from lightning_pipeshift.runtime.offload.shared_memory import address_here, open
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import Diary, built, parameters_of, quiet_trainer
 from tests.models import SmallLanguageModel, sentences
-from tests.not_on_values import ON_VALUES
 from tests.sent_bytes import count_bytes
 
 NUM_STEPS = 6
@@ -163,8 +162,8 @@ def test_a_shared_gradient_crosses_once_in_each_direction(precision: str, part: 
     """In its own type; and nothing else crosses but the payloads and their gradients."""
     first, second = run_ranks(train, 2, True, {}, precision=precision)
     # Plain Lightning adds up a shared weight's gradients within each microbatch before it goes on
-    # to the next one. So do stages on values; what comes back is the sum of all.
-    num_parts = 3 if ON_VALUES else 1
+    # to the next one. So do stages; what comes back is the sum of all.
+    num_parts = 3
     step = PAYLOAD + EMBEDDING
     assert first.sent["memory"] == part * (NUM_STEPS * step + 3 * PAYLOAD) + TRIAL
     step = PAYLOAD + num_parts * EMBEDDING
@@ -180,8 +179,8 @@ def test_buffers_are_used_again(schedule: str, most: int) -> None:
         assert result.sent["messages"] > 12 * 4
     # For payloads, or their gradients; and one for shared gradients, and one for the trial.
     assert first.sent["buffers"] <= most + 2
-    # On values a shared gradient goes with the gradient of each payload.
-    assert second.sent["buffers"] <= (2 * most if ON_VALUES else most) + 2
+    # A shared gradient goes with the gradient of each payload.
+    assert second.sent["buffers"] <= 2 * most + 2
 
 
 def test_a_rank_that_dies_ends_the_other() -> None:

@@ -28,7 +28,6 @@ from lightning_pipeshift.runtime.step.checksum import _FIRST_BATCHES
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, Diary, built, parameters_of
 from tests.models import NUM_CLASSES, NUM_FEATURES, points
-from tests.not_on_values import ON_VALUES
 from tests.pretended_gpu import CPU, GPU, OnAPretendedGPU, PretendedGPU, Wait
 
 NUM_STEPS = 6
@@ -183,7 +182,7 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
             ours = [wait for wait in waits if wait.whose == "pipeshift"]
             # What a stage reports it fetches while the device has a backward to do.
             early = [wait for wait in ours if wait.num_behind]
-            assert len(early) == (is_last or (ON_VALUES and case.reports_common)), ours
+            assert len(early) == (is_last or case.reports_common), ours
             assert len(ours) - len(early) <= case.at_the_end, ours
             # Others wait no more often than in plain Lightning.
             others = [wait for wait in waits if wait.whose != "pipeshift"]
@@ -202,7 +201,6 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
             assert torch.equal(mine.parameters[parameter], value), parameter
 
 
-@pytest.mark.skipif(not ON_VALUES, reason="stages of the other core do not all read")
 def test_a_read_waits_once_where_the_value_is() -> None:
     first, last = run_ranks(train, 2, "reading", {}, {})
     for waits in first.steps:
