@@ -362,9 +362,9 @@ class Calls(Transfers):
             require_here(tensor)
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
-                " and whose memory other tensors or arrays share, or that needs a gradient, or whose"
-                " class is not `Tensor`. Take a tensor of its own (`x.data = y.clone()`), or write"
-                " in place (`with torch.no_grad(): x.copy_(y)`)."
+                " and whose memory other tensors or arrays share, or that needs a gradient, or"
+                " whose class is not `Tensor`. Take a tensor of its own (`x.data = y.clone()`), or"
+                " write in place (`with torch.no_grad(): x.copy_(y)`)."
             )
         self._note_common(tensor)
         self._adopt(tensor, stage)
