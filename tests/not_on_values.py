@@ -127,10 +127,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
     "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
     "layers": {
-        "examples": (
-            "the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch",
-            "two_hosts_find_each_other",
-        ),
         "pages": ("what_a_page_shows_runs[docs/guides.md]",),
     },
     "measured": {
