@@ -8,8 +8,8 @@ Whatever a test says of hooks, loops, callbacks, logs and checkpoints should hol
 too. Every test runs twice: as it is, and with `PipeShiftStrategy` wherever the Trainer would have
 chosen `SingleDeviceStrategy` by itself. The list is of those that pass plain and fail with ours.
 `lightning_suite_excepted.json` names those of them that ask for what PipeShift refuses, or look at
-another strategy's insides, by kind. The rest has no excuse. The tests come from the checkout, Lightning itself is the one that is installed: take
-the tag that is nearest.
+another strategy's insides, by kind. The rest has no excuse. The tests come from the checkout,
+Lightning itself is the one that is installed: take the tag that is nearest.
 """
 
 from __future__ import annotations

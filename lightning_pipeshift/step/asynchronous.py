@@ -218,7 +218,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             # Later batches are compared by :meth:`before_minibatch`.
             self.meets()
             self._check_batch(given.batch, given.batch_idx)
-        part, size, key, minibatches = self._prepared(given)
+        part, size, minibatches = self._prepared(given)
         core, holdings, outside = self.core, self.holdings, running()
         assert core is not None
         assert holdings is not None

@@ -1,9 +1,9 @@
 """Times every layer, forward and backward, while training runs.
 
-A forward is timed around the layer's call. A backward is not a call: autograd runs the nodes of all layers one
-after the other, the last first. So a hook on a layer's outputs marks the moment at which the
-backward enters the layer; the layer's backward lasts until the backward enters the layer before it,
-or ends. The user code between two layers counts for the earlier one.
+A forward is timed around the layer's call. A backward is not a call: autograd runs the nodes of all
+layers one after the other, the last first. So a hook on a layer's outputs marks the moment at which
+the backward enters the layer; the layer's backward lasts until the backward enters the layer before
+it, or ends. The user code between two layers counts for the earlier one.
 
 On a GPU the marks are events in the stream, read after they have completed: no code waits for them.
 """

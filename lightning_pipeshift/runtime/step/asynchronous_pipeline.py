@@ -43,7 +43,7 @@ from lightning_pipeshift.runtime.step.minibatches import (
 )
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingBatch
+from lightning_pipeshift.runtime.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.timeline.recording import REPORT, What
 
@@ -160,9 +160,9 @@ class AsynchronousPipeline(Pipeline):
             self.planning.after_step(self.plan, own, self._layers, given.optimizers, lag)
         return found
 
-    def _prepared(self, given: TrainingBatch) -> tuple[Any, int, Key, Minibatches]:
-        """Prepares for a batch. Returns it as one microbatch, its number of samples, the key of its
-        step, and the minibatches under way.
+    def _prepared(self, given: TrainingBatch) -> tuple[Any, int, Minibatches]:
+        """Prepares for a batch. Returns it as one microbatch, its number of samples, and the
+        minibatches under way.
         """
         ((part, size),) = split(given.batch, 1)
         self.planning.note_samples(size)
@@ -170,7 +170,7 @@ class AsynchronousPipeline(Pipeline):
         self._prepare(key, given.step, part, given.optimizers, trains=True)
         self._optimizers = given.optimizers
         assert self.holdings is not None
-        return part, size, key, self._minibatches or self._make_minibatches(self.holdings)
+        return part, size, self._minibatches or self._make_minibatches(self.holdings)
 
     def _minibatch(
         self, given: TrainingBatch, number: int, batch: Any, losses: Losses, tag: Any
@@ -189,7 +189,9 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def drain(self) -> Iterator[Finished]:
-        """Runs the backwards of all minibatches in flight, one at a time. Every stage calls this after the same minibatch."""
+        """Runs the backwards of all minibatches in flight, one at a time. Every stage calls this
+        after the same minibatch.
+        """
         minibatches = self._minibatches
         if minibatches is None or minibatches.are_over:
             return

@@ -124,8 +124,8 @@ class Losses:
         return weight / expected * scale
 
     def weights(self, outcomes: Sequence[MicrobatchOutcome]) -> list[float]:
-        """The weight of each microbatch. Without weights of the user's, one without a loss counts by
-        its samples, as in plain Lightning; else its weight is 0.
+        """The weight of each microbatch. Without weights of the user's, one without a loss counts
+        by its samples, as in plain Lightning; else its weight is 0.
 
         Args:
             outcomes: of all microbatches, in host memory.

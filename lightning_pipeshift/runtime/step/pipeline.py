@@ -1,4 +1,4 @@
-"""What one rank's part of a pipeline has besides its steps: its plans, and a single device's steps."""
+"""What one rank's part of a pipeline has besides its steps: plans, and a single device's steps."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Seen(NamedTuple):
 
 
 class Pipeline(ABC):
-    """One rank's part of one virtual machine's pipeline, from ``setup`` to ``teardown``: all but its
-    steps.
+    """One rank's part of one virtual machine's pipeline, from ``setup`` to ``teardown``: all but
+    its steps.
 
     Args:
         root: the LightningModule, whole.
