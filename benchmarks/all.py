@@ -143,7 +143,7 @@ RUNS = (
     Run(
         "timeline_cost",
         "timeline_cost",
-        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),
+        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/step/engine.py"),
     ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run("overlap", "overlap --num-rounds 3", (*RINGS, *STEP)),

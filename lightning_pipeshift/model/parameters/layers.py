@@ -96,7 +96,7 @@ def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 def compiled_around(root: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
     """The names of compiled modules that contain layers. They run as they were written: the code
-    between layers has to be followed, and a compiler does not stop at gates.
+    between layers runs on values, which no compiler knows.
     """
     gated = set(map(id, layers))
     return [
