@@ -242,15 +242,18 @@ class InMemoryMailbox(Mailbox):
     def _receive_all(self, source: int) -> None:
         """No thread receives: messages are delivered."""
 
-    def send(self, to: int, key: Key, place: Place, content: Tensor | bytes | None) -> None:
+    def _send_packed(self, to: int, key: Key, place: Place, content: Any) -> None:
         self._num_asks, self._begins = 0, True
-        super().send(to, key, place, content)
+        super()._send_packed(to, key, place, content)
         if not self._is_delivering:
             self._stages.sent(self.stage)
 
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         self._stages.post(self.stage, to, data, self._begins)
         self._begins = False
+
+    def _send_behind(self, to: int, fetch: Any) -> None:
+        self._post(fetch.wait(), to, 0)
 
     def flush(self, all_but: int = 0) -> None:
         self._stages.flush(self.stage)
