@@ -16,14 +16,12 @@ ON_VALUES = os.environ.get("PIPESHIFT_CORE") == "values"
 
 KINDS = {
     "memory": "MemoryCompression, and memory plans",
-    "measured": "times of layers, and what is chosen by them: cuts, orders of ranks, warnings",
     "late": "updates of layers that go on beside the next step",
     "device": "copies to a GPU that nobody waits for, and memory that processes share",
     "copies": "copies of layers that need a gradient, and that no step calls",
     "compiled": "code that has to be compiled",
     "data": "`x.data = y` with values in a step",
     "kept": "averages in a step, and functions that are given layers",
-    "layers": "small models of which the other core makes fewer layers, as examples show",
 }
 """What is not there yet, or belongs to the other core."""
 
@@ -126,12 +124,6 @@ _IN_END_TO_END: dict[str, dict[str, tuple[str, ...]]] = {
 }
 _IN_PROJECT: dict[str, dict[str, tuple[str, ...]]] = {
     "device": {"gpu_script": ("the_rehearsal_runs_every_line_of_every_part",)},
-    "layers": {
-        "pages": ("what_a_page_shows_runs[docs/guides.md]",),
-    },
-    "measured": {
-        "pages": ("what_a_page_shows_runs[docs/plans.md]",),
-    },
     "memory": {"examples": ("the_budget_of_the_memory_example_is_kept",)},
 }
 LISTED = {

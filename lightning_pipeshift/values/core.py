@@ -186,8 +186,10 @@ class Core:
         self.mailbox, self.stage = mailbox, mailbox.stage
         for tensor, owner in self.parameter_owners.items():
             self.parameter_owners[tensor] = numbers[owner]
-        for each in {*self.kept, *(account.memory for account in self.kept)}:
-            each.renumber(numbers)
+        for account in self.kept:
+            account.renumber(numbers)
+        for memory in {account.memory for account in self.kept}:
+            memory.renumber(numbers)
 
     # --- what the first use of a layer awaits ---
 
