@@ -368,7 +368,8 @@ class PipeShiftStrategy(ParallelStrategy):
             plan: the plan.
             from_microbatch: the microbatch of the step after the next from which on it is in force,
                 with all its layers. Earlier microbatches of that step run on the old owners,
-                forward and backward. ``None``: PipeShift chooses.
+                forward and backward. ``None``: PipeShift chooses. With ``core="values"`` the whole
+                step runs under it.
 
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
