@@ -314,42 +314,12 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_split(tmp_path: Path) -> Non
     assert len(set(map(tuple, moves[0]["owners"]))) > 4
 
 
-<<<<<<< HEAD
-class Asks(pl.Callback):
-    """Asks for plans that cannot come into force; notes what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
-        strategy = trainer.strategy
-        if others[2] != 1:
-            return
-        plan, (first, second) = strategy.plan, strategy.plan.ranks[0]
-        try:
-            strategy.adopt(replace(plan, ranks=((second, first),)), 0)
-        except PlanError as error:
-            self.said.append(str(error))
-
-
-def asked() -> Any:
-    asks = Asks()
-    return train([asks], 4)["counts"], asks.said
-
-
-def test_what_cannot_change_between_steps_is_refused_and_training_goes_on() -> None:
-    for counts, said in run_ranks(asked, 2):
-        assert counts == [(4, 4)] * 4
-        (order,) = said
-        assert "another order of the ranks" in order
-=======
 @pytest.mark.parametrize("name", ["keeps", "manual"])
 def test_ranks_that_change_places_change_no_bit(name: str) -> None:
     stays = run_ranks(fit, 3, name, {})
     places = run_ranks(fit, 3, name, 14, shuffles=True)
     require_same(places, stays)
     assert len(set(places[0]["orders"])) > 3
->>>>>>> orders
 
 
 def test_moves_of_what_one_stage_has_the_optimizers_state_of_are_refused() -> None:
