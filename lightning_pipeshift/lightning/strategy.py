@@ -357,7 +357,7 @@ class PipeShiftStrategy(ParallelStrategy):
         """
         return self.pipeline.planning.predicted(plan)
 
-    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
+    def adopt(self, plan: Plan, at_once: bool = False) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
         Layers change their owners, and all results remain the same. If the plan has other ``ranks``
         in its virtual machines' stages, these become other stages. Layers that take long to
@@ -366,18 +366,15 @@ class PipeShiftStrategy(ParallelStrategy):
 
         Args:
             plan: the plan.
-            from_microbatch: the microbatch of the step after the next from which on it is in force,
-                with all its layers. Earlier microbatches of that step run on the old owners,
-                forward and backward. ``None``: PipeShift chooses. With ``core="values"`` the whole
-                step runs under it.
+            at_once: whether all layers change their owners with the step after the next, however
+                long they take to transfer.
 
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
-                order of the ranks and the recomputation; there is no such microbatch; only whole
-                steps can change; or a device lacks memory for layers while they move (with an
+                order of the ranks and the recomputation; or a device lacks memory for layers while they move (with an
                 asynchronous schedule, only the first rank raises it then, and nothing moves).
         """
-        self.pipeline.adopt(plan, from_microbatch)
+        self.pipeline.adopt(plan, at_once)
 
     def migrate(self, *moves: Move) -> None:
         """Makes layers change their owners: the next step prepares that, and still runs under the

@@ -16,7 +16,6 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
@@ -148,10 +147,10 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     # --- moves ---
 
-    def _require_movable(self, parts: Sequence[CutOver]) -> None:
+    def _require_movable(self, parts: Sequence[Plan]) -> None:
         super()._require_movable(parts)
         for part in parts:
-            self._require_one_holder(part.plan)
+            self._require_one_holder(part)
 
     def _require_one_holder(self, plan: Plan) -> None:
         """Raises PlanError if a layer moves with a tensor of which another stage may have the

@@ -513,14 +513,14 @@ class ValuePipeline(Pipeline):
 
     # --- training ---
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
+    def _request(self, plan: Plan, at_once: bool) -> None:
         if self._moves_shared(plan):
             raise PlanError(
                 "With manual optimization, layers that share weights cannot move while training"
                 " runs. Start a run with the new plan instead."
             )
         # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
-        super()._request(plan, 0 if from_microbatch else from_microbatch)
+        super()._request(plan, at_once)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
@@ -571,8 +571,8 @@ class ValuePipeline(Pipeline):
         super()._reorder(plan)
         core.renumber([self.channels.ranks.index(rank) for rank in before], self._mailbox())
 
-    def _put_in_force(self, plan: Plan, first: int) -> None:
-        super()._put_in_force(plan, first)
+    def _put_in_force(self, plan: Plan) -> None:
+        super()._put_in_force(plan)
         core, between = self.core, self._between
         assert core is not None
         assert between is not None

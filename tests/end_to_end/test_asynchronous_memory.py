@@ -42,7 +42,7 @@ class Moves(L.Callback):
     """
 
     # By measured links, layers would move in other parts in each run.
-    from_microbatch: int | None = 0
+    at_once = True
 
     def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
         self._wanted = dict(wanted)
@@ -52,7 +52,7 @@ class Moves(L.Callback):
         if counts is not None:
             coming = trainer.strategy.pipeline.coming_plan
             plan = coming.with_placement(Placement((tuple(counts),)))
-            trainer.strategy.adopt(plan, self.from_microbatch)
+            trainer.strategy.adopt(plan, self.at_once)
 
 
 class Validates(Trains):
@@ -259,7 +259,7 @@ def test_a_budget_follows_layers_that_move() -> None:
 class Seen(Moves):
     """Notes the counts in force at the end of each batch, and what is refused."""
 
-    from_microbatch = None
+    at_once = False
 
     def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
         super().__init__(wanted)

@@ -26,7 +26,6 @@ from lightning_pipeshift import (
 from lightning_pipeshift.commands.cli import PipeShiftCLI
 from lightning_pipeshift.commands.running import shown
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.step.status import status_of
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -138,10 +137,10 @@ def by_itself(num_batches: int, refusal: str = "") -> Any:
     """
     if refusal:
 
-        def refuse(self: Replanning, old: Plan, new: Plan) -> list[CutOver]:
+        def refuse(self: Replanning, old: Plan, new: Plan) -> list[Plan]:
             raise PlanError(refusal)
 
-        Replanning.cut_overs_here = refuse  # type: ignore[method-assign]
+        Replanning.parts_here = refuse  # type: ignore[method-assign]
     go_by_sleep()
     callbacks = [LayerMigration(patience=2), AwaitsPlanning(), PipelineTimeline(folder="logs")]
     with hearing() as heard:

@@ -268,7 +268,7 @@ class ReadsLater(L.Callback):
         self.read.append(read)
         if others[2] in self.orders:
             ranks = (self.orders[others[2]],)
-            trainer.strategy.adopt(replace(trainer.strategy.plan, ranks=ranks), from_microbatch=0)
+            trainer.strategy.adopt(replace(trainer.strategy.plan, ranks=ranks), at_once=True)
 
 
 def remember(orders: dict[int, tuple[int, ...]]) -> dict[str, Any]:
@@ -292,15 +292,15 @@ def test_values_of_earlier_steps_stay_where_they_are_when_places_change() -> Non
 class AsksForOrders(L.Callback):
     """Asks for orders that are not possible."""
 
-    def __init__(self, *wrong: tuple[tuple[tuple[int, ...], ...], int]) -> None:
+    def __init__(self, *wrong: tuple[tuple[int, ...], ...]) -> None:
         self.wrong = wrong
         self.errors: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy, self.errors = trainer.strategy, []
-        for ranks, first in self.wrong:
+        for ranks in self.wrong:
             try:
-                strategy.adopt(replace(strategy.plan, ranks=ranks), from_microbatch=first)
+                strategy.adopt(replace(strategy.plan, ranks=ranks), at_once=True)
             except PlanError as error:
                 self.errors.append(str(error))
 
@@ -318,12 +318,11 @@ def refused(wrong: Any, how: dict[str, Any], compresses: bool = False) -> list[s
 
 def test_orders_that_are_refused() -> None:
     machines = [[0, 1], [2]]
-    others = [(((0, 2), (1,)), 0), (((1, 0), (2,)), 2)]
-    vm, first = run_ranks(refused, 3, others, {"virtual_machines": machines})[0]
+    others = [((0, 2), (1,))]
+    (vm,) = run_ranks(refused, 3, others, {"virtual_machines": machines})[0]
     assert "the ranks [[0, 2], [1]], and the stages are the ranks [[0, 1], [2]]" in vm
     assert "cannot change their virtual machine" in vm
-    assert "not from microbatch 2 on. Use from_microbatch=0" in first
-    wrong = [(((1, 0),), 0)]
+    wrong = [((1, 0),)]
     (error,) = run_ranks(refused, 2, wrong, {"schedule": "async", "partition": [2, 3]})[0]
     assert "with an asynchronous schedule they cannot change places" in error
     (error,) = run_ranks(refused, 2, wrong, {"partition": [2, 3]}, True)[0]

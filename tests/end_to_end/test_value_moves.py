@@ -201,7 +201,7 @@ class Moving(pl.Callback):
         if self.shuffles and others[2] < NUM_STEPS - 2:
             draw, plan = random.Random(others[2]), strategy.pipeline.coming_plan
             ranks = tuple(tuple(draw.sample(machine, len(machine))) for machine in plan.ranks)
-            strategy.adopt(replace(plan, ranks=ranks), from_microbatch=0)
+            strategy.adopt(replace(plan, ranks=ranks), at_once=True)
 
 
 def drawn(names: Sequence[str], depths: Sequence[int], seed: int) -> dict[int, list[Move]]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
@@ -20,7 +19,7 @@ from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 class _Prepared(NamedTuple):
     """A plan that will be in force with the next step, and the layers on their way for it."""
 
-    wanted: CutOver
+    plan: Plan
     migration: Migration
 
 
@@ -29,19 +28,19 @@ class Changes:
 
     Args:
         move: prepares the move of layers for a plan, given the optimizers of the run.
-        put_in_force: puts a plan in force, from a microbatch of the step on.
+        put_in_force: puts a plan in force.
     """
 
     def __init__(
         self,
         move: Callable[[Plan, Sequence[Optimizer]], Migration],
-        put_in_force: Callable[[Plan, int], None],
+        put_in_force: Callable[[Plan], None],
     ) -> None:
         self._move = move
         self._put_in_force = put_in_force
         self._prepared: _Prepared | None = None
         # The plans that the next steps prepare, and the steps after them put in force.
-        self._wanted: deque[CutOver] = deque()
+        self._wanted: deque[Plan] = deque()
         self.migration: Migration | None = None
         """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
@@ -54,14 +53,14 @@ class Changes:
         """The plan that will be in force after all requested changes; ``None`` if that is the
         present one.
         """
-        return self._wanted[-1].plan if self._wanted else self.next
+        return self._wanted[-1] if self._wanted else self.next
 
     @property
     def next(self) -> Plan | None:
         """The plan that will be in force with the next step, if it is another one."""
-        return self._prepared.wanted.plan if self._prepared is not None else None
+        return self._prepared.plan if self._prepared is not None else None
 
-    def request(self, wanted: Iterable[CutOver]) -> None:
+    def request(self, wanted: Iterable[Plan]) -> None:
         """Asks for plans, one after the other, in place of those that no step has prepared."""
         self._wanted = deque(wanted)
 
@@ -83,13 +82,13 @@ class Changes:
         next one while this plan is in force.
         """
         if self._prepared is not None:
-            ((plan, first), self.migration), self._prepared = self._prepared, None
+            (plan, self.migration), self._prepared = self._prepared, None
             self.migration.recorder = self.recorder
-            first = self.migration.begin(given.keeps_gradients, first)
-            self._put_in_force(plan, first)
+            self.migration.begin(given.keeps_gradients)
+            self._put_in_force(plan)
         if self._wanted:
             wanted = self._wanted.popleft()
-            self._prepared = _Prepared(wanted, self._move(wanted.plan, given.optimizers))
+            self._prepared = _Prepared(wanted, self._move(wanted, given.optimizers))
 
     def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""

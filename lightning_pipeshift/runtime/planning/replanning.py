@@ -55,7 +55,7 @@ from lightning_pipeshift.runtime.planning.move_decision import (
     Window,
     ranks_text,
 )
-from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
+from lightning_pipeshift.runtime.planning.move_parts import parts_of
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
@@ -461,33 +461,31 @@ class Replanning:
             )
         return Plan.from_json(text)
 
-    def cut_overs(self, old: Plan, new: Plan) -> list[CutOver]:
+    def parts_of(self, old: Plan, new: Plan) -> list[Plan]:
         """The plans by which one plan turns into another. Every rank calls this.
 
         Raises:
             PlanError: a device lacks memory for layers while they move.
         """
         if old.placement == new.placement or old.placement.owners or new.placement.owners:
-            return [CutOver(new, 0)]
-        found: list[tuple[str, int]] | str = ""
+            return [new]
+        found: list[str] | str = ""
         if self._replicas.rank == 0:
             try:
-                found = [
-                    (each.plan.to_json(), each.first) for each in self.cut_overs_here(old, new)
-                ]
+                found = [each.to_json() for each in self.parts_here(old, new)]
             except PlanError as error:
                 found = str(error)
         found = self._replicas.world.share_object(found, source=0)
         if isinstance(found, str):
             raise PlanError(found)
-        return [CutOver(Plan.from_json(text), first) for text, first in found]
+        return [Plan.from_json(text) for text in found]
 
-    def cut_overs_here(self, old: Plan, new: Plan) -> list[CutOver]:
-        """As :meth:`cut_overs`, on the first rank only."""
+    def parts_here(self, old: Plan, new: Plan) -> list[Plan]:
+        """As :meth:`parts_of`, on the first rank only."""
         has_budget = self._settings.memory is not None
         measured = self.measured if self.measures else None
         checks_memory = self.is_measured or has_budget
-        return cut_overs(old, new, self._layers, measured, has_budget, checks_memory)
+        return parts_of(old, new, self._layers, measured, checks_memory)
 
     def require_memory(self, plan: Plan, is_here: bool = False) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,

@@ -26,7 +26,6 @@ from lightning_pipeshift.runtime.ownership.shared_updates import (
     require_same_sharers,
 )
 from lightning_pipeshift.runtime.planning.move_decision import Decision
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
@@ -90,7 +89,7 @@ class AsynchronousPipeline(Pipeline):
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
         self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
-        self._asked: list[CutOver] = []
+        self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._shared_updates: SharedUpdates
         self._old_aggregations: list[Aggregation] = []
@@ -101,7 +100,7 @@ class AsynchronousPipeline(Pipeline):
     @property
     def coming_plan(self) -> Plan:
         """See :class:`Pipeline`."""
-        return self._asked[-1].plan if self._asked else self._live.last or super().coming_plan
+        return self._asked[-1] if self._asked else self._live.last or super().coming_plan
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """See :class:`Pipeline`. Only the first rank raises PlanError for a lack of memory."""
@@ -111,10 +110,10 @@ class AsynchronousPipeline(Pipeline):
             self.planning.require_memory(plan, is_here=True)
         self.adopt(plan)
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        parts = [CutOver(plan, 0)]
-        if self.replicas.rank == 0 and from_microbatch is None:
-            parts = self.planning.cut_overs_here(self._live.next or self.plan, plan)
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        parts = [plan]
+        if self.replicas.rank == 0 and not at_once:
+            parts = self.planning.parts_here(self._live.next or self.plan, plan)
         self._require_movable(parts)
         self._asked = parts
 
@@ -276,7 +275,7 @@ class AsynchronousPipeline(Pipeline):
             channels.settle(all_but=2 * channels.num_stages)
         self._asked = []
         if notice.plans:
-            self._live.request(CutOver(Plan.from_json(text), 0) for text in notice.plans)
+            self._live.request(Plan.from_json(text) for text in notice.plans)
         if notice.decision is not None:
             self.planning.accept(notice.decision)
             if notice.refusal:
@@ -305,7 +304,7 @@ class AsynchronousPipeline(Pipeline):
                 self.adopt(Plan.from_json(decision.plan))
             except PlanError as error:
                 refusal = str(error)
-        plans = [part.plan.to_json() for part in self._asked]
+        plans = [part.to_json() for part in self._asked]
         return _Notice(plans, decision, refusal, ends, self.asks_to_end)
 
     def forget_older_weights(self) -> None:
@@ -370,12 +369,12 @@ class AsynchronousPipeline(Pipeline):
             self._minibatches.newest_update,
         )
 
-    def _require_movable(self, parts: Sequence[CutOver]) -> None:
+    def _require_movable(self, parts: Sequence[Plan]) -> None:
         """Raises PlanError where plans cannot come into force one after the other in an
         asynchronous schedule.
         """
         # A layer moves in one part only.
-        plan, schedule = parts[-1].plan, self.settings.schedule
+        plan, schedule = parts[-1], self.settings.schedule
         if self._aggregation is not None and self._aggregation.in_order:
             raise PlanError(
                 f"schedule={schedule!r}: layers cannot move while their gradients are summed over"

@@ -79,7 +79,6 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     stages_without_work,
 )
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
@@ -432,15 +431,14 @@ class Pipeline(ABC):
         """The plan that will be in force when all requested changes are done."""
         return self.changes.last or self.plan
 
-    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
+    def adopt(self, plan: Plan, at_once: bool = False) -> None:
         """Puts another plan in force after the next step; or part by part after the next steps, if
         its layers take long to transfer. Every rank calls this, with the same plan, between the
         same steps.
 
         Args:
             plan: the plan.
-            from_microbatch: the first microbatch of the step after the next which runs under the
-                new plan, in one part; ``None``: PipeShift chooses. The whole step runs under it.
+            at_once: whether all layers change their owners in one part.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
@@ -457,33 +455,18 @@ class Pipeline(ABC):
                 f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
                 f"the one in force {allowed}. Start a run with the new plan instead."
             )
-        if not 0 <= (from_microbatch or 0) < plan.microbatches:
-            raise PlanError(
-                f"a plan from microbatch {from_microbatch} on; a step has the microbatches 0 to "
-                f"{plan.microbatches - 1}"
-            )
         plan = replace(plan, ranks=plan.ranks or coming.ranks)
         if plan.ranks != coming.ranks:
-            self._require_reorderable(plan, from_microbatch)
-        if from_microbatch and self.memory is not None:
-            raise PlanError(
-                f"a plan from microbatch {from_microbatch} on, and a memory budget, which holds "
-                "for whole steps: use from_microbatch=0, or train without MemoryCompression"
-            )
-        self._request(plan, from_microbatch)
+            self._require_reorderable(plan)
+        self._request(plan, at_once)
 
-    def _require_reorderable(self, plan: Plan, from_microbatch: int | None) -> None:
+    def _require_reorderable(self, plan: Plan) -> None:
         ranks, now = ([list(machine) for machine in one.ranks] for one in (plan, self.coming_plan))
         order = f"a plan for the ranks {ranks}, and the stages are the ranks {now}"
         if not Topology(plan.ranks).has_machines_of(self.replicas.topology):
             raise PlanError(
                 f"{order}: ranks cannot change their virtual machine during training. Start a run"
                 " with the new plan instead."
-            )
-        if from_microbatch:
-            raise PlanError(
-                f"{order}: they change places between two steps, not from microbatch"
-                f" {from_microbatch} on. Use from_microbatch=0."
             )
         if plan.is_asynchronous or self.memory is not None:
             what = "MemoryCompression" if self.memory is not None else "an asynchronous schedule"
@@ -492,11 +475,9 @@ class Pipeline(ABC):
                 " the new plan instead."
             )
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        if from_microbatch is None:
-            self.changes.request(self.planning.cut_overs(self.changes.next or self.plan, plan))
-        else:
-            self.changes.request([CutOver(plan, from_microbatch)])
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        now = self.changes.next or self.plan
+        self.changes.request([plan] if at_once else self.planning.parts_of(now, plan))
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Makes layers change their owners after the next step. Every rank calls this, with the
@@ -519,8 +500,8 @@ class Pipeline(ABC):
         stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
         return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
 
-    def _put_in_force(self, plan: Plan, first: int) -> None:
-        """Puts a plan in force from a microbatch of the step on."""
+    def _put_in_force(self, plan: Plan) -> None:
+        """Puts a plan in force, between two steps."""
         assert self.holdings is not None
         self._reorder(plan)
         self._plan = plan
