@@ -238,7 +238,7 @@ def _devices_of_run(
         return memory
 
     yield shared_memory, "_mapped", on_device
-    pool = memory_link.SharedBufferPool
+    pool = shared_memory.SharedBufferPool
     yield memory_link, "SharedBufferPool", lambda _: pool(CPU)
     yield memory_link, "opened", lambda handle, _: on_device(*handle)
     assert pipeline.holdings is not None
