@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     has_compiled,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, PipeShiftError
 from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
@@ -408,6 +408,9 @@ class Microbatch(Calls):
                     torch.autograd.backward(
                         roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
                     )
+            except PipeShiftError:
+                # The words of another stage's error may be any.
+                raise
             except RuntimeError as error:
                 found = None if self.finite is None else self.finite.backward(error)
                 if found is not None:
