@@ -76,7 +76,7 @@ def check_optimizers(
     if len(optimizers) > 1 and not may_be_several:
         raise ConfigurationError(
             f"There are {len(optimizers)} optimizers, with automatic optimization. Put all"
-            " parameters into one optimizer, as several parameter groups with their own learning rates:"
+            " parameters into one optimizer, as several parameter groups with their own rates:"
             " torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). If the"
             " losses need alternating steps (a GAN), set `automatic_optimization = False`, and call"
             " `manual_backward` and the optimizers in `training_step`."

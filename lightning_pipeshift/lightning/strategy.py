@@ -371,8 +371,9 @@ class PipeShiftStrategy(ParallelStrategy):
 
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
-                order of the ranks and the recomputation; or a device lacks memory for layers while they move (with an
-                asynchronous schedule, only the first rank raises it then, and nothing moves).
+                order of the ranks and the recomputation; or a device lacks memory for layers while
+                they move (with an asynchronous schedule, only the first rank raises it then, and
+                nothing moves).
         """
         self.pipeline.adopt(plan, at_once)
 

@@ -2,8 +2,9 @@
 
 CN115454655A hides the transfer of a layer behind the compute of both stages. A step can hide only
 so much as its links carry in the meantime, so the layers of a large change move in several steps.
-In each of them the step begins while the weights travel: a layer's first use waits for its own. In an asynchronous pipeline, whose step is a
-minibatch, a part begins when the one before it is over on every stage.
+Each of them begins while the weights travel: a layer's first use waits for its own. In an
+asynchronous pipeline, whose step is a minibatch, a part begins when the one before it is over on
+every stage.
 """
 
 from __future__ import annotations
