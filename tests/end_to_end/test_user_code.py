@@ -482,7 +482,7 @@ def taking_turns(how: Any) -> None:
     fit(how, TakesTurns, points(2), max_epochs=1)
 
 
-@pytest.mark.feature("Refused, with advice", "several optimizers")
+@pytest.mark.feature("Refused, with advice", "several optimizers, with automatic optimization")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> None:
     for outcome in on_ranks(stages, taking_turns, expect_failure=True):
