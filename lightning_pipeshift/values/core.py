@@ -404,11 +404,14 @@ class Core:
         self._classes = classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
+        # Of the base class, unless another core of this process is in such a context.
+        data = Tensor.__dict__.get("data")
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        torch.cond, condition = _chosen, torch.cond
         Tensor.data = SeenData()  # type: ignore[assignment]
         self.sees_parameters = True
         try:
@@ -417,7 +420,11 @@ class Core:
         finally:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
-            del Tensor.data
+            torch.cond = condition
+            if data is None:
+                del Tensor.data
+            else:
+                Tensor.data = data
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 
@@ -589,6 +596,9 @@ class _PlacedForward:
         return self if copied is None else MethodType(type(copied).forward, copied)
 
 
+_cond = torch.cond
+
+
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
     microbatch = running()
@@ -600,6 +610,13 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if microbatch is None or not any(type(x) in PLACED for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _chosen(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """``torch.cond``, which compiles its functions: between layers its predicate is read."""
+    if running() is None:
+        return _cond(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)
 
 
 def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
