@@ -375,7 +375,9 @@ class CountsLargeTensors(L.Callback):
         gc.disable()
 
     def on_validation_epoch_end(self, *_: Any) -> None:
-        large = [o for o in gc.get_objects() if type(o) is Tensor and o.numel() >= 40_000]
+        # Bytes are the buffers of messages.
+        tensors = [o for o in gc.get_objects() if type(o) is Tensor and o.dtype is torch.float32]
+        large = [tensor for tensor in tensors if tensor.numel() >= 40_000]
         self.count = len(large)
         gc.enable()
 
