@@ -47,6 +47,8 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch's anomaly mode": torch.is_anomaly_enabled,
     "NumPy's treatment of errors": np.geterr,
 }
+# What a step sets of the Trainer that holds behind the batch only.
+_OF_THE_END = frozenset(["should_stop"])
 _PLAIN = (int, float, str, bytes, complex, type(None))
 Names = frozenset[str]
 
@@ -98,7 +100,7 @@ class OutsideState:
         for is_later in (False, True):
             codes = [_names_from(code, offset, is_later) for code, offset in stack]
             sides.append(_with_called(set().union(*codes, *any_time), by_name))
-        new = sides[0].intersection(sides[1]).difference(self._names)
+        new = sides[0].intersection(sides[1]).difference(self._names, _OF_THE_END)
         self._names |= new
         if not new:
             return

@@ -93,18 +93,6 @@ class LogsElsewhere(Base):
         return loss
 
 
-class LogsTooLate(Base):
-    """The first rank logs values in validation steps, which are gathered when they are not kept any
-    more.
-    """
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        words, targets = batch
-        loss = self.loss(self(words), targets)
-        if self.trainer.is_global_zero:
-            self.log("loss", loss)
-
-
 class WritesView(Base):
     """Writes into views of tensors that every rank has: an attribute, and a buffer."""
 
@@ -488,7 +476,6 @@ def test_the_first_rank_of_each_virtual_machine_logs() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (LogsTooLate, {"limit_val_batches": 8}, "is not kept any more"),
         (HooksOnAll, {}, "has a hook on its backward, and several layers in it"),
     ],
 )
