@@ -682,5 +682,7 @@ class LooksAtThePlan(Base):
 
 def test_a_cut_that_needs_no_times_predicts_none(tmp_path: Path) -> None:
     """Warnings of slow ranks compared real steps with the seconds that stood for bytes."""
-    for (found,) in run_ranks(run_all, 2, {"partition": "uniform"}, str(tmp_path), [LooksAtThePlan]):
+    for (found,) in run_ranks(
+        run_all, 2, {"partition": "uniform"}, str(tmp_path), [LooksAtThePlan]
+    ):
         assert found.noted == [(None, {0.0}, ((0, 1),))]
