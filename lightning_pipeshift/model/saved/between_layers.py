@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
+from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
 
 
@@ -47,12 +48,19 @@ class BetweenLayers:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which PipeShift's hooks handle the tensors saved outside of layers."""
-        return saving(self._pack, Saved.get)
+        return saving(self._pack, _unpacked)
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> Saved | Placeholder:
+        if isinstance(tensor, Placeholder):
+            # Activation checkpointing in the model saves the inputs of a skipped layer.
+            return tensor
         number, self._number = self._number, self._number + 1
         if self._observer is not None:
             is_there = self._table.is_there_anyway(tensor, self._resident)
             maker = f"code {'in front' if number < BEHIND else 'behind'}"
             self._observer.note(tensor, self._layer, number, maker, is_there)
         return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)
+
+
+def _unpacked(held: Saved | Placeholder) -> Tensor:
+    return held if isinstance(held, Placeholder) else held.get()

@@ -4,8 +4,7 @@ import torchmetrics
 from torch import nn
 
 from lightning_pipeshift.model.user_state.logs import LogRecorder, MetricRef, merge_logs, say_again
-
-CPU = torch.device("cpu")
+from tests.unit.model.following import CPU
 
 
 def recorded(*steps):

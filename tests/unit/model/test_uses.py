@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.parameters.uses import (
     copies_in,
     flat_weights_forgotten,
@@ -216,6 +217,179 @@ def test_a_parameter_that_is_part_of_a_graph():
     release(parameter, "it")
     assert parameter.is_meta
     assert kept.item() == 4
+
+
+# --- shared gradients ---
+
+
+def gradient_of(parameter: Any) -> Any:
+    return parameter.grad
+
+
+def run_segments(net, shared, x, use_a=True):
+    def used(parameter):
+        return shared.alias(parameter) if shared.knows(parameter) else parameter
+
+    shared.enter_segment((0,))
+    x = x * used(net.scale)
+    shared.enter_segment((1,))
+    shared.enter_layer(0)
+    x = net.a(x) if use_a else x
+    shared.leave_layer()
+    shared.enter_segment((2,))
+    x = x * used(net.scale)
+    shared.enter_segment((3,))
+    shared.enter_layer(1)
+    loss = net.b(x).square().sum()
+    shared.leave_layer()
+    return loss
+
+
+def shared_of(net):
+    touched: Any = {id(net.scale): set()}
+    uses = parameter_uses(net, net.layers, touched)
+    return SharedParameters([use for use in uses if use.is_shared])
+
+
+def test_the_segments_gradients_sum_up_to_the_whole():
+    net: Any = Net()
+    x = torch.rand(2, 3)
+    shared = shared_of(net)
+    losses = [run_segments(net, shared, x), run_segments(net, shared, x + 1)]
+    assert net.a.weight is net.b.weight
+    assert isinstance(net.scale, nn.Parameter)
+    for loss in reversed(losses):
+        loss.backward()
+    assert net.a.weight.grad is None
+    assert net.a.bias.grad is not None
+    assert set(shared.sums) == {
+        ("a.weight", (1,)),
+        ("a.weight", (3,)),
+        ("scale", (0,)),
+        ("scale", (2,)),
+    }
+    ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
+    assert not shared.sums
+
+    net.zero_grad()
+    nothing = SharedParameters([])
+    (run_segments(net, nothing, x) + run_segments(net, nothing, x + 1)).backward()
+    assert torch.allclose(ours["a.weight"], gradient_of(net.a.weight))
+    assert torch.allclose(ours["scale"], gradient_of(net.scale))
+
+
+def test_the_sum_starts_with_what_earlier_stages_had():
+    net: Any = Net()
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3)).backward()
+    use = next(use for use in shared.uses if use.name == "scale")
+    sums = {key: gradient.clone() for key, gradient in shared.sums.items()}
+    alone: Any = shared.total(use, None)
+    assert alone is not None
+    alone = alone.clone()
+    shared.sums.update(sums)
+    later: Any = shared.total(use, torch.ones(3))
+    assert torch.allclose(later, alone + 1)
+    shared.sums.clear()
+    assert shared.total(use, None) is None
+    later = shared.total(use, torch.ones(3))
+    assert torch.equal(later, torch.ones(3))
+
+
+def test_gradients_of_microbatches_add_up_in_place_unless_others_have_them():
+    net: Any = Net()
+    shared = shared_of(net)
+    key, kept, memory = ("a.weight", (3,)), [], []
+    for number in range(4):
+        loss = run_segments(net, shared, torch.rand(2, 3))
+        if number == 2:
+            # The sum so far: a user may look at it.
+            kept.append(shared.sums[key].view(-1))
+            before = kept[0].clone()
+        loss.backward()
+        del loss
+        memory.append(shared.sums[key].data_ptr())
+    assert memory[0] == memory[1]
+    assert memory[1] != memory[2]
+    assert memory[2] == memory[3]
+    assert torch.equal(kept[0], before)
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_written_to():
+    net: Any = Net()
+    shared = shared_of(net)
+    kept: list[torch.Tensor] = []
+    for _ in range(3):
+        shared.enter_segment((0,))
+        x = torch.rand(2, 3) * used_with_hook(shared, net.scale, kept)
+        x.sum().backward()
+    assert torch.allclose(shared.sums["scale", (0,)], torch.stack(kept).sum(0))
+    assert len({tuple(gradient.tolist()) for gradient in kept}) == 3
+
+
+def used_with_hook(shared, parameter, kept):
+    alias = shared.alias(parameter)
+    alias.register_hook(kept.append)
+    return alias
+
+
+def test_segments_that_are_not_used_have_no_gradient():
+    net = Net()
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3), use_a=False).backward()
+    assert ("a.weight", (1,)) not in shared.sums
+    assert ("a.weight", (3,)) in shared.sums
+
+
+def test_a_parameter_that_two_parts_of_a_layer_use():
+    """The parts are layers themselves where there are more stages: it is summed in the same way."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+    root = nn.Module()
+    root.net = Layer()
+    net: Any = root.net
+    by_itself = parameter_uses(root, [net], {})
+    (tied, *others) = parameter_uses(root, [net], {}, scopes=[net.a, net.b])
+    assert tied.is_shared
+    assert not any(use.is_shared for use in [*others, *by_itself])
+    shared = SharedParameters([tied])
+    shared.enter_segment((1,))
+    shared.enter_layer(0)
+    x = torch.rand(2, 3)
+    for segment, part in ((2, net.a), (4, net.b)):
+        shared.enter_segment((segment,))
+        x = part(x)
+        shared.enter_segment((segment + 1,))
+    shared.leave_layer()
+    x.square().sum().backward()
+    assert set(shared.sums) == {("net.a.weight", (2,)), ("net.a.weight", (4,))}
+    assert net.a.weight is net.b.weight
+
+
+def test_frozen_parameters_and_passes_without_gradients():
+    net = Net()
+    net.scale.requires_grad_(False)
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3)).backward()
+    assert {name for name, _ in shared.sums} == {"a.weight"}
+    shared.sums.clear()
+    with torch.no_grad():
+        assert not run_segments(net, shared, torch.rand(2, 3)).requires_grad
+    assert not shared.sums
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_noticed():
+    net = Net()
+    loss = run_segments(net, shared_of(net), torch.rand(2, 3))
+    with torch.no_grad():
+        net.a.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def copied_pairs(root: nn.Module, called: list[str]) -> set[tuple[str, str]]:

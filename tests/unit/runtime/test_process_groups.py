@@ -24,8 +24,7 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
-from lightning_pipeshift.runtime.step import pipeline
-from lightning_pipeshift.step import engine
+from lightning_pipeshift.runtime.step import pipeline, stage
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
@@ -265,7 +264,7 @@ def one_rank_fails(where: str) -> str:
 
     # Those of the run, so that one of them can fail.
     vars(pipeline)["Threads"] = noted
-    destroy, advance = dist.destroy_process_group, engine.SuspendableMicrobatch.advance
+    destroy, forward = dist.destroy_process_group, stage.Stage.forward
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
@@ -276,7 +275,7 @@ def one_rank_fails(where: str) -> str:
     def fail() -> None:
         raise ValueError("the user's own")
 
-    def advance_until_it_waits(microbatch: Any) -> None:
+    def forward_until_it_waits(run: Any, held: Any) -> None:
         nonlocal count
         count += 1
         if is_last and count == 2 * MICROBATCHES + 1:
@@ -286,10 +285,10 @@ def one_rank_fails(where: str) -> str:
         if count == 2 * MICROBATCHES + 2 - is_last:
             # As `loss.cpu()` behind a receive whose sender is gone.
             kernels.synchronize()
-        advance(microbatch)
+        forward(run, held)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    vars(engine)["SuspendableMicrobatch"].advance = advance_until_it_waits
+    vars(stage)["Stage"].forward = forward_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
         fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()

@@ -25,7 +25,6 @@ def core_with(mailbox: Any) -> Any:
         device=CPU,
         digest=0,
         last=("", ""),
-        step_number=0,
         seed=0,
         switched={},
         generators=generators_of(CPU),

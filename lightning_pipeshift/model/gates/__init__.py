@@ -1,0 +1,1 @@
+"""Layers, and the gate that handles the calls of each."""
