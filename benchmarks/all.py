@@ -29,7 +29,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # Parts of the package, for what is measured of them.
 PACKAGE = "lightning_pipeshift"
-STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/lightning/training.py")
+STEP = (
+    *(f"{PACKAGE}/{room}" for room in ("model", "runtime", "step", "values")),
+    f"{PACKAGE}/lightning/training.py",
+)
 PLANNING = (f"{PACKAGE}/plan",)
 RINGS = (
     f"{PACKAGE}/runtime/gradients",
@@ -143,7 +146,7 @@ RUNS = (
     Run(
         "timeline_cost",
         "timeline_cost",
-        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),
+        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/step/engine.py"),
     ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run("overlap", "overlap --num-rounds 3", (*RINGS, *STEP)),

@@ -3,15 +3,13 @@
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
     python -m benchmarks.lightning_suite --checkout pytorch-lightning
     python -m benchmarks.lightning_suite --checkout pytorch-lightning trainer callbacks -k 'not ddp'
-    python -m benchmarks.lightning_suite --checkout pytorch-lightning --core trace loops
 
 Whatever a test says of hooks, loops, callbacks, logs and checkpoints should hold with this strategy
 too. Every test runs twice: as it is, and with `PipeShiftStrategy` wherever the Trainer would have
 chosen `SingleDeviceStrategy` by itself. The list is of those that pass plain and fail with ours.
 `lightning_suite_excepted.json` names those of them that ask for what PipeShift refuses, or look at
-another strategy's insides, by kind; a kind with an entry "core" holds for that core only. The rest
-has no excuse. The tests come from the checkout, Lightning itself is the one that is installed: take
-the tag that is nearest.
+another strategy's insides, by kind. The rest has no excuse. The tests come from the checkout,
+Lightning itself is the one that is installed: take the tag that is nearest.
 """
 
 from __future__ import annotations
@@ -115,13 +113,10 @@ def _read(record: Path) -> tuple[dict[str, Ended], str | None]:
     return ended, begun if begun not in ended else None
 
 
-def excepted_tests(core: str) -> dict[str, str]:
-    """The kind of every test that may differ with a core of the strategy, by its name below
-    ``tests/tests_pytorch``.
-    """
+def excepted_tests() -> dict[str, str]:
+    """The kind of every test that may differ, by its name below ``tests/tests_pytorch``."""
     kinds = json.loads(EXCEPTED_FILE.read_text())
-    own = {kind: entry for kind, entry in kinds.items() if entry.get("core", core) == core}
-    return {test: kind for kind, entry in own.items() for test in entry["tests"]}
+    return {test: kind for kind, entry in kinds.items() for test in entry["tests"]}
 
 
 def _short(test: str) -> str:
@@ -134,14 +129,12 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, required=True)
     parser.add_argument("-k", dest="select", help="as in pytest")
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--core", default="values", help="of the strategy")
     parser.add_argument("--limit-seconds", type=float, default=60.0, help="for each test")
     parser.add_argument("--plain-from", type=Path, help="an earlier --json, for the plain run")
     options = parser.parse_args()
     limits = {
         "PIPESHIFT_SUITE_LIMIT_SECONDS": str(options.limit_seconds),
         "PIPESHIFT_SUITE_MICROBATCHES": str(options.microbatches),
-        "PIPESHIFT_CORE": options.core,
     }
     checkout = options.checkout.resolve()
 
@@ -159,7 +152,7 @@ def main() -> None:
     ours = run_with("pipeshift")
     passing = [name for name, ended in plain.items() if ended.outcome == "passed" and name in ours]
     differing = {name: ours[name] for name in passing if ours[name].outcome != "passed"}
-    kinds = excepted_tests(options.core)
+    kinds = excepted_tests()
     excepted: dict[str, list[str]] = {}
     without_excuse = {}
     for name, ended in sorted(differing.items()):
@@ -184,7 +177,6 @@ def main() -> None:
         f" PipeShift, {num_excepted} are excepted, {len(without_excuse)} differ without an excuse"
     )
     figures = {
-        "core": options.core,
         "pass plain": len(passing),
         "pass with PipeShift": len(passing) - len(differing),
         "excepted": excepted,

@@ -40,8 +40,8 @@ GIVE_UP_SECONDS = 120.0
 MOMENTS: dict[str, tuple[str, int, str]] = {
     "start": ("runtime.comm.groups.Lanes.between_stages", 0, "pipeline"),
     "plan": ("runtime.planning.replanning.Replanning.first_plan", 0, "plans"),
-    "forward": ("model.execution.stage_pass.StagePass.run", 20, "pipeline"),
-    "backward": ("model.execution.stage_pass.StagePass.backward", 20, "pipeline"),
+    "forward": ("step.engine.SuspendableMicrobatch.advance", 20, "pipeline"),
+    "backward": ("step.engine.Engine._run_backward", 20, "pipeline"),
     "rings": ("runtime.gradients.rings.Rings.start", 20, "replicas"),
     "move": ("runtime.ownership.migration.Migration.start", 0, "moves"),
     "swap": ("runtime.offload.lending.Borrower.send", 5, "swaps"),

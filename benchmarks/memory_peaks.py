@@ -2,7 +2,6 @@
 
     python -m benchmarks.memory_peaks
     python -m benchmarks.memory_peaks --models vit --stages 2
-    python -m benchmarks.memory_peaks --models gpt2 --stages 2 3 --cores trace values
 
 Models on one device and on two stages. A run without a budget says how much each stage needs; then
 there is one run for each part of the largest need as the budget, in which tensors move to the host,
@@ -13,9 +12,6 @@ what the layers take for a moment. ``predicted`` is the peak of the plan in forc
 ``under it`` the measured one of the steps under that plan: another plan may have come into force
 when the first steps had been measured. Each row is a stage; ``OVER`` marks one that has taken more
 than its budget in any step.
-
-With ``--cores``, no memory is saved: each core runs under each of the schedules, and a row has the
-peaks of the stages.
 """
 
 from __future__ import annotations
@@ -82,56 +78,10 @@ class _Plans(L.Callback):
         self.plans.append(trainer.strategy.plan)
 
 
-def peaks_of(name: str, num_stages: int, core: str, schedule: str) -> int:
-    """Runs on every rank: the peak of its steps, where all is kept."""
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    model, living = MODELS[name], LivingBytes()
-    module = model.make()
-    options: Any = {"core": core, "schedule": schedule, "partition": "uniform"}
-    strategy = PipeShiftStrategy(microbatches=model.microbatches, **options)
-    trainer = quiet_trainer(
-        {"devices": num_stages, "strategy": strategy},
-        max_steps=4,
-        max_epochs=-1,
-        callbacks=[living],
-    )
-    trainer.fit(module, _data(model))
-    return max(living.peaks[1:])
-
-
 def _data(model: Model) -> Any:
     return torch.utils.data.DataLoader(
         Repeated(model.sample()), batch_size=model.rows * model.microbatches
     )
-
-
-def compare_cores(options: Any) -> None:
-    """Prints the peaks of each stage, by core."""
-    figures: dict[str, Any] = {}
-    for name in options.models:
-        for stages in options.stages:
-            for schedule in options.schedules:
-                found = {
-                    core: run_ranks(peaks_of, stages, name, stages, core, schedule, timeout=600)
-                    for core in options.cores
-                }
-                first = found[options.cores[0]]
-                rows = [
-                    [
-                        core,
-                        *(
-                            f"{bytes_text(x)} ({x / y:.3f})"
-                            for x, y in zip(peaks, first, strict=True)
-                        ),
-                    ]
-                    for core, peaks in found.items()
-                ]
-                where = f"{name}, {stages} stages, {schedule}"
-                header = ["core", *(f"stage {stage}" for stage in range(stages))]
-                print_table(where, header, rows)
-                figures[where] = found
-                save(options.json, figures)
 
 
 def train(name: str, num_stages: int, budget: float, host_budget: float) -> dict[str, Any]:
@@ -186,13 +136,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--parts", nargs="+", type=float, default=list(PARTS))
-    parser.add_argument("--cores", nargs="+", choices=["trace", "values"])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
     options = parser.parse_args()
-    if options.cores:
-        compare_cores(options)
-        return
-
     figures: dict[str, Any] = {}
     for name in options.models:
         for num_stages in options.stages:

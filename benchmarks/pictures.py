@@ -21,7 +21,7 @@ def _box(x: float, y: float, text: str, is_held: bool) -> str:
 
 
 def svg() -> str:
-    """Two stages, each with all layers: those that it runs, and those that it does not."""
+    """Two stages, each with a whole step: the layers that run there, and the values of others."""
     width = _LEFT + _LAYERS * _WIDTH + 10
     lines = [
         (
@@ -33,7 +33,7 @@ def svg() -> str:
         lines.append(f'<text x="6" y="{y + 22}" fill="#888888">stage {stage}</text>')
         for layer in range(_LAYERS):
             is_held = (layer >= _CUT) == bool(stage)
-            text = f"layer {layer}" if is_held else ("skip" if layer < _CUT else "not run")
+            text = f"layer {layer}" if is_held else "a value"
             lines.append(_box(_LEFT + layer * _WIDTH, y, text, is_held))
     x = _LEFT + _CUT * _WIDTH - 5
     lines += [
@@ -42,7 +42,7 @@ def svg() -> str:
             f'<path d="M{x - 5} 110 L{x} 119 L{x + 5} 110" stroke="#e65100" stroke-width="2"'
             ' fill="none"/>'
         ),
-        f'<text x="{x + 10}" y="96" fill="#e65100">the payload</text>',
+        f'<text x="{x + 10}" y="96" fill="#e65100">the tensor</text>',
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -1,14 +1,12 @@
-"""What the new core costs in `Trainer.fit` on two stages: against the old one, and by what a step
-does.
+"""What a step costs in `Trainer.fit` on two stages, by what it does.
 
     python -m benchmarks.values_speed
     python -m benchmarks.values_speed --only tiny --num-rounds 9
 
 Fits take turns in the same two processes, of one thread each:
 
-* layers that are tiny, that compute, and that sleep, on the old core (`trace`) and on the new one
-  (`values`): the new one should be no slower;
-* on the new core, a step that draws random numbers, and one that updates a metric of torchmetrics,
+* layers that are tiny, that compute, and that sleep;
+* a step that draws random numbers, and one that updates a metric of torchmetrics,
   against the same without: they should cost at most 10 % more;
 * 24 blocks, and a new input length in every second step: one should cost at most 50 ms more than a
   length that was there before, in one run without values for each kind of layer.
@@ -24,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -41,9 +39,6 @@ from lightning_pipeshift.testing.sleeping import Sleeper
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_WARM_UP_STEPS = 2, 4, 4
 NUM_BLOCKS_OF_SHAPES = 24
-Core = Literal["trace", "values"]
-OLD: Core = "trace"
-NEW: Core = "values"
 
 
 def _config(num_blocks: int, width: int, length: int) -> Config:
@@ -91,14 +86,12 @@ class Contender:
         data: makes a batch.
         num_layers: how many layers the module has, half of them for each stage.
         num_steps: how many steps are timed in a round.
-        core: which core.
     """
 
     make: Callable[[], L.LightningModule]
     data: Callable[[int], Any]
     num_layers: int
     num_steps: int
-    core: Core = NEW
 
 
 def _symbols(length: int) -> Callable[[int], Any]:
@@ -119,19 +112,10 @@ def _changing(number: int) -> Any:
 
 def _contenders() -> dict[str, Contender]:
     tiny, computing = _config(10, 64, 8), _config(10, 256, 32)
-    found: dict[str, Contender] = {}
-    for core in (OLD, NEW):
-        found |= {
-            f"tiny, {core}": Contender(
-                lambda: skip_cost.Chain(24, 0, False), _vectors(1), 24, 20, core
-            ),
-            f"computing, {core}": Contender(
-                lambda: Transformer(computing), _symbols(32), 12, 10, core
-            ),
-            f"sleeping, {core}": Contender(
-                lambda: Sleeper(2, 64, 0.005, 0.010), _vectors(2), 2, 10, core
-            ),
-        }
+    found = {
+        "chain": Contender(lambda: skip_cost.Chain(24, 0, False), _vectors(1), 24, 20),
+        "sleeping": Contender(lambda: Sleeper(2, 64, 0.005, 0.010), _vectors(2), 2, 10),
+    }
     for kind, config, num_steps in (("tiny", tiny, 20), ("computing", computing, 10)):
         for name, cls in (("without", Transformer), ("random", Drawing), ("metric", Measured)):
 
@@ -172,7 +156,6 @@ def _fit(contender: Contender) -> list[tuple[float, float]]:
             microbatches=NUM_MICROBATCHES,
             schedule="1f1b",
             partition=[half, contender.num_layers - half],
-            core=contender.core,
         ),
         callbacks=[clock],
         logger=False,
@@ -225,8 +208,8 @@ def main() -> None:
     rows = []
     figures: dict[str, Any] = {"steps_milliseconds": steps}
     for name in names:
-        kind, _, variant = name.partition(", ")
-        base = f"{kind}, {OLD if variant == NEW else 'without'}"
+        kind, *_ = name.partition(", ")
+        base = f"{kind}, without"
         row: list[Any] = [name, median(series(name, 0)), median(series(name, 1)), "", ""]
         if base in steps and base != name:
             times = [interval(ratios(series(name, at), series(base, at))) for at in (0, 1)]

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from benchmarks import zoo_models, zoo_transformers
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.zoo_models import Batch, Built, Case
-from lightning_pipeshift.model.gates.layers import find_layers
+from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.suspension import seed_generators

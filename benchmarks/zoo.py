@@ -74,7 +74,6 @@ class Sweep:
     ) -> None:
         self._workers = workers
         self._splits = splits
-        self._possible: frozenset[int] | None = None
         self._num_steps = num_steps
         self._limit_seconds = limit_seconds
         self._plain = plain
@@ -83,7 +82,6 @@ class Sweep:
     def run(self, case: Case) -> Record:
         """Everything that is asked of one case."""
         begun = time.monotonic()
-        self._possible = None
         record: Record = {"library": case.library, "family": case.family, "name": case.name}
         try:
             [case] = self._call(zoo_training.settle, case, limit_seconds=BUILD_LIMIT_SECONDS)
@@ -119,9 +117,7 @@ class Sweep:
             # A model of few layers is opened further, nobody has seen yet into how many.
             partition = "uniform"
             if num_layers >= split.stages:
-                partition = random_cut(
-                    f"{case.name}/{split.stages}", num_layers, split.stages, self._possible
-                )
+                partition = random_cut(f"{case.name}/{split.stages}", num_layers, split.stages)
         how = Fit(self._num_steps, partition, split.schedule)
         compare_with = one_file if one is not None else None
         run = self._fit(record, case, split.stages, split.cut, how, None, compare_with)
@@ -170,8 +166,6 @@ class Sweep:
             "seconds": round(first.seconds, 3),
         }
         record.setdefault("num_layers", len(first.layers))
-        if num_stages > 1:
-            self._possible = first.possible_cuts
         return first
 
     def _compare_with_plain(self, case: Case) -> Record:

@@ -64,7 +64,6 @@ class Trained(NamedTuple):
             largest value: those that are not the same to the bit.
         first_step_seconds: of the first step, in which the model is traced.
         seconds: the whole run.
-        possible_cuts: the boundaries that may be cut; ``None``: all, as far as this rank knows.
     """
 
     digest: str
@@ -74,7 +73,6 @@ class Trained(NamedTuple):
     differing: dict[str, float]
     first_step_seconds: float
     seconds: float
-    possible_cuts: frozenset[int] | None = None
 
 
 class Overhead(NamedTuple):
@@ -162,7 +160,6 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
         differing,
         watcher.first_step_seconds,
         time.perf_counter() - begun,
-        watcher.findings.possible_cuts if watcher.findings is not None else None,
     )
 
 

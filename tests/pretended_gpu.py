@@ -23,7 +23,13 @@ from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat import torch_private
+from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.offload import shared_memory
+from lightning_pipeshift.step import suspension
+from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.values import gradients, microbatch
+from lightning_pipeshift.values.contract import ContractFinder
+from lightning_pipeshift.values.microbatch import Microbatch
 from tests.simulated import device, interception, torch_streams
 from tests.simulated.device import SimulatedDevice
 
@@ -176,11 +182,21 @@ def _tensors_of_run(trainer: Any, module: Any) -> Iterator[Any]:
         yield from (scaler._scale, scaler._growth_tracker)
 
 
+def _stand_in_on_host(stand_in: Any) -> Any:
+    def on_host(finder: ContractFinder, tensor: Tensor) -> Tensor:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        like = torch.empty_strided(shape, stride, dtype=tensor.dtype)
+        found: Tensor = stand_in(finder, like.requires_grad_(tensor.requires_grad))
+        return found
+
+    return on_host
+
+
 def _devices_of_run(
     trainer: Any, module: Any, gpu: PretendedGPU, is_shared: bool
 ) -> Iterator[tuple[Any, str, Any]]:
     """Where a run keeps its device: owner, attribute, value."""
-    strategy = trainer.strategy
+    strategy, autocast = trainer.strategy, microbatch._autocast
     yield type(strategy), "root_device", property(lambda _: GPU)
     yield module, "_device", GPU
     for metric in [*module.modules(), *(trainer._results or {}).values()]:
@@ -195,10 +211,25 @@ def _devices_of_run(
     yield pipeline.channels, "device", GPU
     yield pipeline.channels, "_staged", is_shared
     # Memory that ranks share is the device's.
-    for link in pipeline.channels._links.values():
-        yield link.end, "device", GPU
-        gpu.take(*pytree.tree_leaves([link.end._pool._free, link.end._full]))
-        gpu.take(*(opened.memory for opened in link.end._opened.values()))
+    ends = [link.end for link in pipeline.channels._links.values()]
+    if isinstance(pipeline, ValuePipeline):
+        assert pipeline.core is not None
+        mailbox = pipeline.core.mailbox
+        ends += mailbox._ends.values()
+        for owner in (pipeline.core, mailbox):
+            yield owner, "device", GPU
+        # Torch has no generator of the device, and it computes as the host does.
+        yield suspension, "generators_of", lambda _: [torch.default_generator]
+        yield microbatch, "_autocast", lambda _: autocast(CPU)
+        yield ContractFinder, "_stand_in", _stand_in_on_host(ContractFinder._stand_in)
+        # It is called by a function of torch, in which function modes are off.
+        yield Microbatch, "operation", gpu.inside(Microbatch.operation)
+        for way in (gradients._FromLater, gradients._ToEarlier):
+            yield way, "backward", staticmethod(gpu.inside(way.backward))
+    for end in ends:
+        yield end, "device", GPU
+        gpu.take(*pytree.tree_leaves([end._pool._free, end._full]))
+        gpu.take(*(opened.memory for opened in end._opened.values()))
     mapped = shared_memory._mapped
 
     def on_device(*args: Any) -> Tensor:
@@ -207,6 +238,9 @@ def _devices_of_run(
         return memory
 
     yield shared_memory, "_mapped", on_device
+    pool = shared_memory.SharedBufferPool
+    yield memory_link, "SharedBufferPool", lambda _: pool(CPU)
+    yield memory_link, "opened", lambda handle, _: on_device(*handle)
     assert pipeline.holdings is not None
     yield pipeline.holdings, "device", GPU
     if pipeline._aggregation is not None:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_pipeshift.runtime.comm import channels
 from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox, _Form, _Packed
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 
 
 def count_bytes() -> Counter[str]:
@@ -18,7 +20,7 @@ def count_bytes() -> Counter[str]:
     parameters, through memory and by gloo, and the buffers that others have to open.
     """
     sent: Counter[str] = Counter()
-    post, write = Lane._post_send, MemoryEnd.write
+    post, write, send = Lane._post_send, MemoryEnd.write, Mailbox._send_packed
 
     def posted(self: Lane, flat: Tensor, to: int, line: Any, tag: int) -> Any:
         if tag < channels._HEADER_TAG:
@@ -33,5 +35,11 @@ def count_bytes() -> Counter[str]:
         sent["buffers"] -= len(message.opening.gone)
         return message
 
+    def sent_on_values(self: Mailbox, to: int, key: Key, place: Place, content: _Packed) -> None:
+        if key.kind in (Kind.VALUE, Kind.GRADIENT) and content.form is not _Form.IN_BUFFER:
+            sent["gloo"] += content.num_bytes
+        send(self, to, key, place, content)
+
     Lane._post_send, MemoryEnd.write = posted, written  # type: ignore[method-assign]
+    Mailbox._send_packed = sent_on_values  # type: ignore[method-assign]
     return sent

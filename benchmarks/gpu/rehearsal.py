@@ -28,8 +28,9 @@ from torch.nn.utils import clip_grad
 from lightning_pipeshift.compat.torch_private import (
     make_wrapper_subclass,
 )
-from lightning_pipeshift.model.trace import placeholder
 from lightning_pipeshift.runtime.offload import shared_memory
+from lightning_pipeshift.values import value
+from lightning_pipeshift.values.microbatch import Microbatch
 from tests.simulated.device import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
@@ -127,7 +128,9 @@ def _others(device: RehearsedGPU) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda.nccl, "version", lambda: (0, 0, 0)
     group = clip_grad._group_tensors_by_device_and_dtype
     yield clip_grad, "_group_tensors_by_device_and_dtype", _renamed(group)
-    yield placeholder, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
+    yield value, "make_wrapper_subclass", _on_cpu(make_wrapper_subclass)
+    # It is called by a function of torch, in which function modes are off.
+    yield Microbatch, "operation", device.inside(Microbatch.operation)
     # Torch switches function modes off in hooks, and with them what tensors say of their device.
     hooks = torch.autograd.graph.saved_tensors_hooks
     yield torch.autograd.graph, "saved_tensors_hooks", _hooks_inside(hooks, device)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import buffers_of
 from lightning_pipeshift.errors import CheckpointError
-from lightning_pipeshift.model.trace.placeholder import META
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.user_copies import exchange, nowhere, walk, with_values
 
@@ -110,7 +109,7 @@ def part_of_state(
         if (vm, holdings.stage) != (turn, source or 0):
             like = value if isinstance(value, Tensor) else torch.empty(0)
             state_dict[name] = of_others.setdefault(
-                id(value), torch.empty(like.shape, dtype=like.dtype, device=META)
+                id(value), torch.empty(like.shape, dtype=like.dtype, device="meta")
             )
     return state_dict
 

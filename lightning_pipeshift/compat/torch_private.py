@@ -22,7 +22,7 @@ import torch
 import torch.nn.modules.module as torch_modules
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
@@ -230,16 +230,34 @@ def without_compiling() -> AbstractContextManager[Any]:
     """A context, in force from now on, in which what ``torch.compile`` has compiled runs as it was
     written. Cheap if nothing has been compiled so far.
     """
-    # Optimizers import the compiler, too, and register that they are not to be compiled: None.
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None or not any(dynamo.eval_frame.cached_backends.values()):
+    if not has_compiled():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
+def with_compiling() -> AbstractContextManager[Any]:
+    """A context inside of :func:`without_compiling`, in force from now on, in which torch compiles
+    again.
+    """
+    if not has_compiled():
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("default")
+    return stance
+
+
+def has_compiled() -> bool:
+    """Whether torch may have compiled anything in this process."""
+    # Optimizers import the compiler, too, and register that they are not to be compiled: None.
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(dynamo.eval_frame.cached_backends.values())
+
+
 COMPILED_CALL: Final = "_compiled_call_impl"
 """The attribute of a module in which ``module.compile()`` puts its whole call."""
+COMPILER_OF: Final = "dynamo_ctx"
+"""The attribute of what ``torch.compile(module)`` returns that has the compiler, which changes when
+it compiles."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -277,14 +295,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module's backward are registered."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def num_hooks(module: nn.Module) -> int:
-    """How many hooks a module has on what it returns and on its backward. Those before its forward
-    are not counted: PipeShift registers some itself, on the layers of a stage.
-    """
-    hooks = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    return sum(map(len, hooks))
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -377,7 +387,7 @@ def renew_hooks(tensor: Tensor) -> None:
 
 def is_without_memory(value: Any) -> bool:
     """Whether a value is a tensor that only has a shape: while a compiler traces a function."""
-    return isinstance(value, _FakeTensor | _FunctionalTensor)
+    return isinstance(value, FakeTensor | _FunctionalTensor)
 
 
 def top_saved_hooks() -> Any:
@@ -457,18 +467,6 @@ hooks_with_kwargs_of: Callable[[nn.Module], dict[int, bool]] = attrgetter(
     "_forward_hooks_with_kwargs"
 )
 """The numbers of the forward hooks that take keyword arguments."""
-
-
-def set_forward_hooks(module: nn.Module, hooks: Any, with_kwargs: Any) -> None:
-    """Replaces a module's forward hooks.
-
-    Args:
-        module: the module.
-        hooks: see :data:`forward_hooks_of`.
-        with_kwargs: see :data:`hooks_with_kwargs_of`.
-    """
-    module.__dict__["_forward_hooks"] = hooks
-    module.__dict__["_forward_hooks_with_kwargs"] = with_kwargs
 
 
 _HOOK_TABLES: Final = tuple(

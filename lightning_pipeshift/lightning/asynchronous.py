@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_pipeshift.compat.lightning_private import (
     accumulates,
+    at_position,
     in_training_step,
     logger_connector,
     logs_step,
+    position_of,
     step_metrics,
     step_of_loggers,
 )
 from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
 from lightning_pipeshift.lightning.optimizers import (
+    GRADIENT_HOOKS,
+    STEP_METHODS,
     OptimizerOptions,
     options_of,
     step_with,
+    with_options,
 )
 from lightning_pipeshift.lightning.patches import Adjustments
-from lightning_pipeshift.lightning.steps import StepContext
+from lightning_pipeshift.lightning.steps import StepContext, is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
+from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
+from lightning_pipeshift.values.value import run_by
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,17 @@ class Call:
     position: tuple[Any, ...] = ()
 
 
+# User code between the calls of two steps, which may look at what steps have left.
+_HOOKS_BETWEEN = "on_train_batch_start", "on_train_batch_end", *GRADIENT_HOOKS
+_METHODS_BETWEEN = (
+    *STEP_METHODS,
+    "lr_scheduler_step",
+    "on_after_batch_transfer",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+)
+
+
 class AsynchronousTraining(TrainingSteps):
     """The training steps of one run with an asynchronous schedule.
 
@@ -63,12 +83,12 @@ class AsynchronousTraining(TrainingSteps):
     """
 
     steps_itself = True
-    _pipeline: AsynchronousPipeline
+    _pipeline: AsynchronousValuePipeline
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: AsynchronousPipeline,
+        pipeline: AsynchronousValuePipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],
@@ -80,8 +100,10 @@ class AsynchronousTraining(TrainingSteps):
 
     def adjust(self, adjustments: Adjustments) -> None:
         """See :class:`TrainingSteps`. The values of a minibatch are logged under its own number."""
-        super().adjust(adjustments)
+        self._log_values(adjustments)
         adjustments.log_steps_by(self._trainer, self._log_others)
+        end_epoch = partial(self.drain, is_resumable=True)
+        adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
 
     def begin(self) -> None:
         """Checks what an asynchronous schedule needs of the Trainer."""
@@ -111,6 +133,11 @@ class AsynchronousTraining(TrainingSteps):
         for optimizer in trainer.optimizers:
             # Schedulers would warn that they step before their optimizer does.
             mark_as_stepped(optimizer)
+        module = trainer.lightning_module
+        is_seen = any(is_hook_used(trainer, hook) for hook in _HOOKS_BETWEEN)
+        is_seen |= any(is_overridden(method, module) for method in _METHODS_BETWEEN)
+        self._pipeline.leaves_tails = not is_seen
+        self._pipeline.in_call = self._in_call
 
     def _check_call(self, ends_update: bool) -> None:
         """Checks what may change from batch to batch."""
@@ -159,7 +186,8 @@ class AsynchronousTraining(TrainingSteps):
         # they log the minibatch.
         trainer.should_stop = has_stopped
         for one in finished:
-            self._update(one)
+            with run_by(None):
+                self._update(one)
         result: Any = torch.full((), torch.nan)
         while (
             self._arrived and self._arrived[0].minibatch.tag.number <= call.number + 1 - self._depth
@@ -169,7 +197,25 @@ class AsynchronousTraining(TrainingSteps):
 
     def _call(self) -> Call:
         trainer = self._trainer
-        return Call(self._number, options_of(trainer.optimizers[0]), step_of_loggers(trainer))
+        position = position_of(trainer) if self._pipeline.leaves_tails else ()
+        options = options_of(trainer.optimizers[0])
+        return Call(self._number, options, step_of_loggers(trainer), position)
+
+    @contextmanager
+    def _in_call(self, call: Call | None) -> Iterator[None]:
+        """Context of a part of a step: the loop, and the optimizer's options, are those of its
+        call.
+        """
+        if call is None:
+            has_stopped = self._trainer.should_stop
+            with self._context():
+                yield
+            # If a step has asked for it, its report says so.
+            self._trainer.should_stop = has_stopped
+            return
+        options = with_options(self._trainer.optimizers[0], call.options)
+        with at_position(self._trainer, call.position), options:
+            yield
 
     def drain(self, is_resumable: bool = False) -> None:
         """See :class:`TrainingSteps`."""
@@ -179,18 +225,19 @@ class AsynchronousTraining(TrainingSteps):
                 one = next(drained, None)
             if one is None:
                 break
-            self._update(one)
+            with run_by(None):
+                self._update(one)
         for late in self._pipeline.finish_updates():
             self._make_up_for(late)
         if is_resumable:
             self._pipeline.forget_older_weights()
         self._number = 0
-        if not self._arrived:
-            return
-        with in_training_step(self._trainer):
-            while self._arrived:
-                self._log(self._arrived.popleft())
-        logger_connector(self._trainer).on_batch_end()
+        if self._arrived:
+            with in_training_step(self._trainer):
+                while self._arrived:
+                    self._log(self._arrived.popleft())
+            logger_connector(self._trainer).on_batch_end()
+        self._pipeline.settle_values()
 
     def end(self) -> None:
         """See :class:`TrainingSteps`. Says which moves were asked for too late."""
@@ -201,6 +248,10 @@ class AsynchronousTraining(TrainingSteps):
                 " has ended before they could begin."
             )
 
+    def gradient_hooks(self) -> AbstractContextManager[None]:
+        """See :class:`TrainingSteps`: of this stage's own layers."""
+        return self._own_gradients()
+
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
         """The backward has run in the call of ``training_step``."""
         return loss
@@ -208,7 +259,9 @@ class AsynchronousTraining(TrainingSteps):
     # --- an update ---
 
     def _update(self, one: Finished) -> None:
-        """Takes the gradients of a minibatch; if it is the last one of an update, makes it."""
+        """Takes the gradients of a minibatch; if it is the last one of an update, makes it. A hook
+        around the update finds tensors of this stage: the others are at other updates.
+        """
         self._arrived.append(one)
         trainer, holdings, loss = self._trainer, self.holdings, one.report.loss
         module, precision = trainer.lightning_module, trainer.precision_plugin

@@ -38,6 +38,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.values.value import run_by
 
 log = logging.getLogger(__name__)
 
@@ -229,10 +230,12 @@ class Checkpoints:
             _require_values(module)
             return {} if self.is_sharded and not is_first else state_dict
         replicas = pipeline.replicas
-        if self.is_sharded:
-            return part_of_state(holdings, state_dict, replicas.vm, replicas.count)
-        home = _home(replicas)
-        return state_dict if home is None else gather_state(holdings, state_dict, home)
+        # A hook may ask for it that sees parameters as values.
+        with run_by(None):
+            if self.is_sharded:
+                return part_of_state(holdings, state_dict, replicas.vm, replicas.count)
+            home = _home(replicas)
+            return state_dict if home is None else gather_state(holdings, state_dict, home)
 
     @purpose("a checkpoint's gathering")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -247,12 +250,13 @@ class Checkpoints:
         if pipeline is None or pipeline.holdings is None:
             return optimizer.state_dict()
         holdings, replicas = pipeline.holdings, pipeline.replicas
-        if self.is_sharded:
-            return part_of_optimizer_state(holdings, optimizer, replicas.vm, replicas.count)
-        home = _home(replicas)
-        if home is None:
-            return optimizer.state_dict()
-        return gather_optimizer_state(holdings, optimizer, home)
+        with run_by(None):
+            if self.is_sharded:
+                return part_of_optimizer_state(holdings, optimizer, replicas.vm, replicas.count)
+            home = _home(replicas)
+            if home is None:
+                return optimizer.state_dict()
+            return gather_optimizer_state(holdings, optimizer, home)
 
     # --- loading ---
 

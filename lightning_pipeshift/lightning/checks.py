@@ -31,23 +31,13 @@ def check_devices(devices: Iterable[torch.device]) -> None:
         )
 
 
-def check_run(module: pl.LightningModule, is_plain: bool, may_optimize: bool) -> None:
-    """Raises ConfigurationError for a run that cannot be a pipeline.
+def check_run(module: pl.LightningModule, is_plain: bool) -> None:
+    """Raises ConfigurationError for a run with automatic optimization that cannot be a pipeline.
 
     Args:
         module: the module to train.
         is_plain: whether one device runs the user's own steps, each on a whole batch.
-        may_optimize: whether steps may call ``backward`` and optimizers themselves.
     """
-    if not module.automatic_optimization and may_optimize:
-        return
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
-            " forwards and backwards of several microbatches in an order of its own, so it needs"
-            " automatic optimization: return the loss from `training_step` and leave `backward`"
-            " and `step` to the Trainer, or use another strategy."
-        )
     if is_plain:
         return
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
@@ -84,7 +74,13 @@ def check_optimizers(
     """
     optimizers = list(optimizers)
     if len(optimizers) > 1 and not may_be_several:
-        raise several_optimizers()
+        raise ConfigurationError(
+            f"There are {len(optimizers)} optimizers, with automatic optimization. Put all"
+            " parameters into one optimizer, as several parameter groups with their own rates:"
+            " torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). If the"
+            " losses need alternating steps (a GAN), set `automatic_optimization = False`, and call"
+            " `manual_backward` and the optimizers in `training_step`."
+        )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
             raise ConfigurationError(
@@ -94,52 +90,28 @@ def check_optimizers(
             )
 
 
-def check_values(settings: Settings, num_vms: int, is_automatic: bool) -> None:
-    """Raises ConfigurationError for settings that ``core="values"`` does not have yet.
+def check_manual(settings: Settings, num_vms: int) -> None:
+    """Raises ConfigurationError for settings that manual optimization does not go with.
 
     Args:
         settings: of the run.
         num_vms: how many virtual machines there are.
-        is_automatic: whether the strategy calls ``backward`` and the optimizer.
     """
     found = [
         what
         for what, is_found in (
-            (
-                f"schedule={settings.schedule!r} and manual optimization",
-                settings.is_asynchronous and not is_automatic,
-            ),
+            (f"schedule={settings.schedule!r}", settings.is_asynchronous),
             ("MemoryCompression", settings.memory is not None),
-            ("recompute='full'", settings.recompute == "full"),
-            (
-                f"schedule={settings.schedule!r} and LayerMigration",
-                settings.is_asynchronous and settings.watch is not None,
-            ),
-            ("a run that only measures", settings.only_measures),
-            (
-                "manual optimization with several virtual machines (replicas of the pipeline)",
-                num_vms > 1 and not is_automatic,
-            ),
+            ("several virtual machines (replicas of the pipeline)", num_vms > 1),
         )
         if is_found
     ]
     if found:
         raise ConfigurationError(
-            f"`core='values'` does not work with {some_of(found)} yet. Use `core='trace'`, or leave"
-            " this out."
+            "The model sets `automatic_optimization = False`, so its steps call `backward` and the"
+            f" optimizers themselves. That does not work with {some_of(found)}. Return the loss and"
+            " leave both to the Trainer, or leave this out."
         )
-
-
-def several_optimizers() -> ConfigurationError:
-    """The error for a model with more than one optimizer."""
-    return ConfigurationError(
-        "`configure_optimizers` returns several optimizers, or `training_step` takes an "
-        "`optimizer_idx`. A pipeline has one optimizer, and steps it by itself: manual "
-        "optimization, which other strategies need for several, is not possible either. Put all "
-        "parameters into one optimizer, as several parameter groups with their own learning "
-        "rates: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). If "
-        "the losses need alternating steps (a GAN), use another strategy."
-    )
 
 
 def check_processes(num_devices: int) -> None:

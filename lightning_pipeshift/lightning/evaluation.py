@@ -24,7 +24,6 @@ from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.step.checksum import (
@@ -32,12 +31,10 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_lengths,
     require_same_places,
 )
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import UserStep
+from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, ValuePipeline
 
-# How many batches a stage may run ahead of the others before it compares which one comes next.
-_AHEAD = 4
 # Where no batch comes any more: the numbers of a dataloader and a batch, and that it is the end.
 _NO_BATCH = -1, -1, True
 
@@ -57,7 +54,7 @@ class EvaluationSteps:
         context: that of a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
+    def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, context: StepContext) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
         self._context = context
@@ -109,20 +106,17 @@ class EvaluationSteps:
 
     def _run_pipelined(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         trainer = self._trainer
-        fitting = trainer.state.fn == "fit"
         loop = self._loop
         progress: Any = loop.batch_progress
         batch_idx, dataloader_idx = self._place(rest)
         at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
         self._compare(dataloader_idx, batch_idx, at_end)
-        trace = self._pipeline.evaluation_step(
+        logs_now = self._pipeline.evaluation_step(
             batch,
             batch_idx,
             step,
             f"{name}/{dataloader_idx}",
             batch_idx,
-            # The sanity check frees nothing, as only the first training step shows the whole flow.
-            final=not fitting,
             wants_result=name == "predict_step" or are_results_used(trainer, name),
         )
         if name == "predict_step":
@@ -130,7 +124,7 @@ class EvaluationSteps:
         if at_end:
             # Not before the batch has been run: the others may still be at the one before.
             self._end_comparing()
-        elif not self._is_needed_now(name, trace, loop):
+        elif not self._is_needed_now(name, logs_now, loop):
             return None
         reports = self._pipeline.fetch_reports()
         result = self._deliver(reports, name)
@@ -147,7 +141,7 @@ class EvaluationSteps:
         places = torch.zeros(channels.num_stages, 3, dtype=torch.int64)
         places[channels.stage] = torch.tensor((dataloader_idx, batch_idx, at_end))
         self._places.append(channels.post_sum(places))
-        self._end_comparing(_AHEAD)
+        self._end_comparing(EVALUATIONS_AHEAD)
 
     def _end_comparing(self, all_but: int = 0) -> None:
         """Waits for the comparisons that have begun, but for so many of the latest ones."""
@@ -157,9 +151,8 @@ class EvaluationSteps:
     def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         # A single device: its result and logs are available at once.
         batch_idx, dataloader_idx = self._place(rest)
-        is_final = self._trainer.state.fn != "fit"
         purpose = f"{name}/{dataloader_idx}"
-        return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx, is_final)
+        return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx)
 
     @property
     def _loop(self) -> Any:
@@ -170,14 +163,13 @@ class EvaluationSteps:
         batch_idx = rest[0] if rest else self._loop.batch_progress.current.ready - 1
         return batch_idx, rest[1] if len(rest) > 1 else 0
 
-    def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
+    def _is_needed_now(self, name: str, logs_now: bool, loop: Any) -> bool:
         # The end of one of several dataloaders cannot be predicted if its length is unknown.
         loaders = combined_loader_of(loop).flattened
         unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
         next_hook = f"on_{name.removesuffix('_step')}_batch_start"
         return (
-            trace is None
-            or trace.logs_each_step
+            logs_now
             or unknown_end
             or are_results_used(self._trainer, name)
             # Even if the step returns nothing: hooks may read attributes that it set on the module.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.lightning.steps import is_hook_used
-from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
 OptimizerOptions = list[dict[str, Any]]
 """The options of an optimizer's parameter groups (learning rates, for example)."""
@@ -73,20 +72,27 @@ def why_state_stays(optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-def check_known(optimizers: Sequence[Optimizer], holdings: Holdings) -> None:
+def check_known(
+    optimizers: Sequence[Optimizer], root: nn.Module, is_known: Callable[[Any], bool]
+) -> None:
     """Raises LayerError if an optimizer has a parameter that the model did not have when its layers
     were distributed: no stage computes its gradient.
+
+    Args:
+        optimizers: those of the run.
+        root: the LightningModule.
+        is_known: whether the model had a parameter then.
     """
     unknown = {
         id(parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if not holdings.is_known(parameter)
+        if not is_known(parameter)
     }
     if not unknown:
         return
-    names = [repr(name) for name, each in holdings.root.named_parameters() if id(each) in unknown]
+    names = [repr(name) for name, each in root.named_parameters() if id(each) in unknown]
     if not names:
         raise LayerError(
             f"The optimizer has {len(unknown)} parameters that are in no module of the"

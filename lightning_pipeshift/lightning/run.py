@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_pipeshift.compat.lightning_names import TRAINER
 from lightning_pipeshift.errors import explained
 from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
 from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
@@ -23,22 +22,13 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
-from lightning_pipeshift.lightning.value_training import (
-    AsynchronousValueTraining,
-    ValueTraining,
-)
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
-from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.control_files import ControlFiles
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.status import status_of
 from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
 from lightning_pipeshift.step.pipeline import ValuePipeline
-
-# Attributes of LightningModule and Metric themselves are not the user's state.
-_FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", TRAINER}
 
 
 def _say(message: str) -> None:
@@ -49,7 +39,7 @@ def _say(message: str) -> None:
 class Run:
     """The parts of one run. They answer questions until the next run starts."""
 
-    pipeline: Pipeline
+    pipeline: ValuePipeline
     requests: ControlFiles
     training: TrainingSteps
     evaluation: EvaluationSteps
@@ -87,16 +77,11 @@ class Run:
         metric_sync.attach(module, device)
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
-        kinds: Any = (Pipeline, TrainingSteps)
-        is_asynchronous = settings.is_asynchronous and not is_plain
-        if settings.core == "values" and not settings.only_measures:
-            kinds = (ValuePipeline, ValueTraining)
-            if is_asynchronous:
-                kinds = (AsynchronousValuePipeline, AsynchronousValueTraining)
-        elif is_asynchronous:
-            kinds = (AsynchronousPipeline, AsynchronousTraining)
-        make_pipeline, make_training = kinds
-        pipeline: Pipeline = make_pipeline(
+        make_pipeline: type[ValuePipeline] = ValuePipeline
+        make_training: Any = TrainingSteps
+        if settings.is_asynchronous and not is_plain:
+            make_pipeline, make_training = AsynchronousValuePipeline, AsynchronousTraining
+        pipeline = make_pipeline(
             root=module,
             channels=connection.channels,
             replicas=connection.replicas,
@@ -105,7 +90,6 @@ class Run:
             settings=settings,
             here=device_of(device),
             deferred=deferred,
-            ignored=_FRAMEWORK_ATTRIBUTES,
             say=_say,
             outside=requests,
             fail_from_thread=connection.announce_from_thread,
@@ -160,9 +144,9 @@ class Run:
             _say(f"`pipeshift status --run {folder}` shows the status of this run.")
 
     def release(self) -> None:
-        """Takes no more requests, and restores the layers' own ``forward``."""
+        """Takes no more requests, and ends what runs beside the steps."""
         self.requests.close()
-        self.pipeline.release_gates()
+        self.pipeline.release()
 
     def end(self, has_failed: bool) -> None:
         """Makes the model whole again, unless other ranks can no longer send their layers."""

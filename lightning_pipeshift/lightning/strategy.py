@@ -38,17 +38,17 @@ from lightning_pipeshift.lightning.auto_numbers import chosen
 from lightning_pipeshift.lightning.checkpoints import Checkpoints, with_inner_plugin
 from lightning_pipeshift.lightning.checks import (
     check_devices,
+    check_manual,
     check_optimizers,
     check_packages,
     check_processes,
     check_run,
-    check_values,
-    several_optimizers,
 )
 from lightning_pipeshift.lightning.connection import Connection, RankPlace
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
+from lightning_pipeshift.lightning.optimizers import check_known
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
@@ -138,9 +138,6 @@ class PipeShiftStrategy(ParallelStrategy):
         overlap_updates: whether the optimizer updates a layer when its own gradient is summed over
             the virtual machines, so that the next step's forward begins while other sums are still
             on their way. ``False``: all layers are updated together. The bits are the same.
-        core: ``"values"``: every stage runs the whole of a step, and only a layer's owner runs the
-            layer. In work: see ``docs/your_code.md``. By default ``"trace"``: steps are traced
-            before they run.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -169,7 +166,6 @@ class PipeShiftStrategy(ParallelStrategy):
         stall_timeout: float = STALL_SECONDS,
         lane_marks: bool | dict[str, int] = True,
         overlap_updates: bool = True,
-        core: Literal["trace", "values"] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -192,7 +188,6 @@ class PipeShiftStrategy(ParallelStrategy):
             stall_timeout=stall_timeout,
             lane_marks=lane_marks,
             overlap_updates=overlap_updates,
-            core=core or os.environ.get("PIPESHIFT_CORE", "trace"),  # type: ignore[arg-type]
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -362,7 +357,7 @@ class PipeShiftStrategy(ParallelStrategy):
         """
         return self.pipeline.planning.predicted(plan)
 
-    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
+    def adopt(self, plan: Plan, at_once: bool = False) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
         Layers change their owners, and all results remain the same. If the plan has other ``ranks``
         in its virtual machines' stages, these become other stages. Layers that take long to
@@ -371,17 +366,16 @@ class PipeShiftStrategy(ParallelStrategy):
 
         Args:
             plan: the plan.
-            from_microbatch: the microbatch of the step after the next from which on it is in force,
-                with all its layers. Earlier microbatches of that step run on the old owners,
-                forward and backward. ``None``: PipeShift chooses.
+            at_once: whether all layers change their owners with the step after the next, however
+                long they take to transfer.
 
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
-                order of the ranks and the recomputation; there is no such microbatch; only whole
-                steps can change; or a device lacks memory for layers while they move (with an
-                asynchronous schedule, only the first rank raises it then, and nothing moves).
+                order of the ranks and the recomputation; or a device lacks memory for layers while
+                they move (with an asynchronous schedule, only the first rank raises it then, and
+                nothing moves).
         """
-        self.pipeline.adopt(plan, from_microbatch)
+        self.pipeline.adopt(plan, at_once)
 
     def migrate(self, *moves: Move) -> None:
         """Makes layers change their owners: the next step prepares that, and still runs under the
@@ -582,10 +576,11 @@ class PipeShiftStrategy(ParallelStrategy):
             self._choose_numbers(trainer)
         settings = self._settings(trainer, self._random_state.begin_run())
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
-        on_values, is_automatic = settings.core == "values", module.automatic_optimization
-        if on_values:
-            check_values(settings, connection.replicas.count, is_automatic)
-        check_run(module, is_plain, may_optimize=on_values)
+        is_automatic = module.automatic_optimization
+        if not is_automatic:
+            check_manual(settings, connection.replicas.count)
+        else:
+            check_run(module, is_plain)
         check_shares(settings.batch_shares, connection.replicas.count)
         # Lightning's own samplers support neither shares nor global batches.
         if self._shares_data is None:
@@ -600,7 +595,8 @@ class PipeShiftStrategy(ParallelStrategy):
         if trains:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, is_plain, on_values and not is_automatic)
+            check_optimizers(self.optimizers, is_plain, not is_automatic)
+            check_known(self.optimizers, module, {*module.parameters()}.__contains__)
         self.setup_precision_plugin()
 
     def _settings(self, trainer: pl.Trainer, seed: int) -> Settings:
@@ -630,16 +626,6 @@ class PipeShiftStrategy(ParallelStrategy):
         topology, number = chosen(trainer, connection, settings, self._deferred, saved)
         connection.regroup(topology)
         self._microbatches = number
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Creates the optimizers. Raises ConfigurationError if there are several."""
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            # Lightning advises manual optimization, which the old core cannot do.
-            if self._options.core == "values" or "multiple optimizers" not in str(error):
-                raise
-            raise several_optimizers() from error
 
     def model_to_device(self) -> None:
         """Does nothing yet: each stage moves its own layers to its device when the plan is made."""

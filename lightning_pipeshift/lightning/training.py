@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,16 +38,19 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
+from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
+from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 from lightning_pipeshift.timeline.recording import What
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.value import Value, run_by, running
 
 
 def _weighed(result: Any) -> Any:
@@ -82,7 +86,7 @@ class TrainingSteps:
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: Pipeline,
+        pipeline: ValuePipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],
@@ -97,6 +101,18 @@ class TrainingSteps:
         self._accumulates = False
         self._is_plain = False
         self._leaves_late = False
+        # A Trainer keeps those of an earlier training, whose state stays where it is.
+        trains = trainer.state.fn == TrainerFn.FITTING
+        pipeline.find_optimizers = lambda: trainer.optimizers if trains else ()
+        if trains:
+            takes_number = is_param_in_hook_signature(
+                trainer.lightning_module.training_step, "batch_idx", min_args=2
+            )
+            pipeline.user_step = self._step_of((0,) if takes_number else ())
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._trainer.lightning_module.automatic_optimization
 
     def begin(self) -> None:
         """Compares the length of the data over the ranks."""
@@ -134,20 +150,30 @@ class TrainingSteps:
         self._is_plain = pipeline.begins_plain_step(batch, step, number, trainer.optimizers)
         if self._is_plain:
             result = pipeline.plain_training_step(batch, step, number)
-            if trainer.lightning_module.automatic_optimization:
+            if self._is_automatic:
                 result = _weighed(result)
+        elif not self._is_automatic:
+            result = self._by_hand(self._given(batch, step, number))
         else:
             check_backward(trainer.lightning_module)
             if pipeline.holdings is not None:
-                check_known(trainer.optimizers, pipeline.holdings)
+                check_known(trainer.optimizers, pipeline.root, pipeline.holdings.is_known)
             result = self._pipelined(self._given(batch, step, number))
         if not self._num_steps:
             self._show_stages()
         while pipeline.messages:
             self._say(pipeline.messages.pop(0))
         self._num_steps += 1
-        self._num_losses += result is not None and result is not NO_LOSS
+        has_loss = result is not None and result is not NO_LOSS
+        self._num_losses += has_loss or not self._is_automatic
         return result
+
+    def _by_hand(self, given: TrainingBatch) -> Any:
+        """Runs a step that calls ``backward`` and the optimizers itself."""
+        with self._context():
+            report = self._pipeline.manual_step(given)
+        self._log_again(report)
+        return to_device(report.result, self._pipeline.channels.device)
 
     def _step_of(self, rest: Sequence[Any]) -> UserStep:
         """The user's step, in the user's precision.
@@ -262,15 +288,29 @@ class TrainingSteps:
     is_in_optimizer_step = False
     """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
-    leaves_backward = False
-    """Whether the user's step calls Lightning's own backward."""
+    @property
+    def leaves_backward(self) -> bool:
+        """Whether the user's step calls Lightning's own backward."""
+        return not self._is_automatic
 
     def adjust(self, adjustments: Adjustments) -> None:
-        """Makes Lightning's loop end what is under way before validation and at its end."""
-        if self.steps_itself or self._pipeline.replicas.count > 1:
-            end_epoch = partial(self.drain, is_resumable=True)
-            adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
+        """Makes Lightning's loop end what is under way before validation and at its end. What user
+        code has kept, it may use at an epoch's end on one rank.
+        """
+        settle, finish = self._pipeline.settle_values, self._pipeline.late_updates.finish
+        self._log_values(adjustments)
 
+        def end_epoch() -> None:
+            finish()
+            settle()
+
+        adjustments.drain_before_validation(self._trainer, finish, end_epoch)
+
+    def _log_values(self, adjustments: Adjustments) -> None:
+        is_alone = self._pipeline.is_by_itself
+        adjustments.log_values(self._trainer.lightning_module, _tensor_of if is_alone else _read)
+
+    @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
         """Ends all batches that are under way. Every rank calls this after the same batch.
 
@@ -279,6 +319,7 @@ class TrainingSteps:
                 without a break then has to compute the same as one that is resumed.
         """
         self._pipeline.late_updates.finish()
+        self._pipeline.settle_values()
 
     # --- gradients ---
 
@@ -329,13 +370,15 @@ class TrainingSteps:
         step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
         """Makes a step of the optimizer. Code around it sees gradients of all stages, and the
-        optimizer those of this one.
+        optimizer those of this one. In manual optimization, the user's step calls this.
 
         Args:
             optimizer: the Trainer's.
             closure: computes the gradients, and may do more of the user's.
             step: Lightning's step with a closure.
         """
+        if not self._is_automatic:
+            return self._step_by_hand(closure, step)
 
         def then_hidden() -> Any:
             result = closure()
@@ -347,6 +390,23 @@ class TrainingSteps:
             result = step(then_hidden)
         self.end_optimizer_step()
         return result
+
+    def _step_by_hand(
+        self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        program = running()
+
+        def in_step() -> Any:
+            with run_by(program):
+                return closure()
+
+        assert isinstance(program, Microbatch)
+        program.note("optimizer.step")
+        try:
+            with run_by(None):
+                return step(in_step)
+        finally:
+            program.gradients = None
 
     def _around_step_hooks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context in which functions that are called after the optimizer's step see gradients of
@@ -373,15 +433,38 @@ class TrainingSteps:
 
     def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
         with (
+            run_by(None),
             outside_of_steps(late.tag.dtype, self._pipeline.channels.device),
             self.holdings.only_gradients(late.gradients, keeps_gradients),
         ):
             step_with(self._trainer, late.tag.options)
         if keeps_gradients:
-            self.holdings.show_gradients()
+            with run_by(None):
+                self.holdings.show_gradients()
 
     def gradient_hooks(self) -> AbstractContextManager[None]:
-        """Context of user code that may read gradients."""
+        """Context of user code that may read and change gradients: as values, like in a step."""
+        is_alone = self._pipeline.channels.num_stages == 1
+        if is_alone or not self._are_gradients_used or not self._is_automatic:
+            return self._own_gradients()
+        return self._gradients_as_values()
+
+    @contextmanager
+    def _gradients_as_values(self) -> Iterator[None]:
+        core, program = self._pipeline.core, running()
+        assert core is not None
+        assert isinstance(program, Microbatch)
+        program.gradients, program.sets_gradients = None, False
+        with core.seeing_parameters():
+            yield
+        if program.sets_gradients or any(map(_is_written, (program.gradients or {}).values())):
+            # Only the first stage that holds a tied parameter has changed its gradient.
+            with run_by(None):
+                self.holdings.pass_shared_around()
+        program.gradients = None
+
+    def _own_gradients(self) -> AbstractContextManager[None]:
+        """Context of user code that may read the gradients of this stage's own layers."""
         return self.holdings.stand_ins() if self._are_gradients_used else nullcontext()
 
     @property
@@ -394,7 +477,8 @@ class TrainingSteps:
 
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """The norm of each parameter's gradient, over all stages."""
-        return self.holdings.gradient_norms(parameters, norm_type)
+        with run_by(None):
+            return self.holdings.gradient_norms(parameters, norm_type)
 
     def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
         """The norm of each gradient over all stages, by the parameter's name; see
@@ -426,3 +510,18 @@ class TrainingSteps:
                 waited = seconds_text(lane.queueing_seconds)
                 rows.append([name, bytes_text(lane.num_bytes), speed, waited])
             self._say("\n".join(["what the first rank's gradient lanes carried", *table(rows)]))
+
+
+def _is_written(gradient: Tensor | None) -> bool:
+    return isinstance(gradient, Value) and gradient.account.memory.num_writes > 0
+
+
+def _tensor_of(value: Value) -> Tensor | None:
+    return value.account.tensor
+
+
+def _read(value: Value) -> Any:
+    """A value that is logged in a step is gathered at the step's end; outside, it is read."""
+    program = running()
+    is_outside = isinstance(program, Microbatch) and program.turn == OUTSIDE
+    return value.item() if is_outside else value

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import LayerError, PlanError, some_of
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
-from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import Microbatch as Slice
-from lightning_pipeshift.runtime.step.stage import Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -33,9 +31,6 @@ from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import running, versions_in
 
-# Under which a report has the values of metrics, and a digest of what the step has logged.
-_METRICS, _DIGEST = ("", "metrics"), ("", "digest")
-
 
 @dataclass
 class _UnderWay:
@@ -43,15 +38,13 @@ class _UnderWay:
 
     Args:
         given: the batch.
-        step: its losses.
+        minibatch: the minibatch.
         run: the number of its run in the core.
-        tag: what belongs to it for the caller.
     """
 
     given: TrainingBatch
-    step: Step
+    minibatch: Minibatch
     run: int
-    tag: Any
     microbatch: SuspendableMicrobatch = field(init=False)
     results: Structure = field(init=False)
     """The step's result and logs, and the latest values of the metrics, as one structure."""
@@ -137,33 +130,83 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         core, holdings = self.core, self.holdings
         assert core is not None
         assert holdings is not None
+        # The core sums their gradients.
+        holdings.sums_shared, holdings.shared = False, []
+        self._place_shared()
+
+    def _place_shared(self) -> None:
+        """Makes the first stage that holds a trained parameter its owner."""
+        core, holdings = self.core, self.holdings
+        assert core is not None
+        assert holdings is not None
         for use in holdings.uses:
             holders = holdings.holders_of(use.parameter)
             if len(holders) > 1 and use.parameter.requires_grad:
                 core.parameter_owners[use.parameter] = holders[0]
                 core.written.add(use.parameter)
-        # The core sums their gradients.
-        holdings.shared = SharedParameters([])
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        raise PlanError(
-            "With `core='values'` layers do not change their owners in an asynchronous schedule"
-            " yet. Use `core='trace'`, or start a run with the new plan."
-        )
+    # --- moves ---
+
+    def _require_movable(self, parts: Sequence[Plan]) -> None:
+        super()._require_movable(parts)
+        for part in parts:
+            self._require_one_holder(part)
+
+    def _require_one_holder(self, plan: Plan) -> None:
+        """Raises PlanError if a layer moves with a tensor of which another stage may have the
+        newest values: that one is not asked while minibatches are in flight.
+        """
+        core = self.core
+        assert core is not None
+        now, then = (each.placement.stages(self.vm) for each in (self.plan, plan))
+        elsewhere = {*core.shared_state(), *(x for x in core.written if not x.requires_grad)}
+        for layer, name in zip(core.layers, core.names, strict=True) if elsewhere else ():
+            number = core.number[layer]
+            for inner, tensor in (*layer.named_buffers(), *layer.named_parameters()):
+                if now[number] != then[number] and tensor in elsewhere:
+                    raise PlanError(
+                        f"schedule={self.settings.schedule!r}: steps write to `{name}.{inner}`, or"
+                        " several layers have it, and no optimizer trains it. So the layer"
+                        f" `{name}` cannot change its owner while minibatches are in flight. Leave"
+                        " it where it is, or use schedule='1f1b'."
+                    )
+
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
+        """See :class:`AsynchronousPipeline`."""
+        if self._live.last is not None or self._live.layers:
+            # This stage may wait for layers whose old owner waits for a suspended step of this one.
+            self._end_steps()
+        return super().before_minibatch(batch, batch_idx, ends_update)
+
+    def _come_into_force(self, plan: Plan) -> None:
+        """See :class:`AsynchronousPipeline`. Minibatches in flight have their values and gradients
+        where these are: only backwards are left of them.
+        """
+        self._require_one_holder(plan)
+        super()._come_into_force(plan)
+        core, between = self.core, self._between
+        assert core is not None
+        assert between is not None
+        core.place(self._owners())
+        self._place_shared()
+        core.note(between)
+        self._leave_tails()
+        self._begin_outside()
+        self._begin_engine()
 
     def _note_begin(self) -> None:
         Pipeline._note_begin(self)
 
     def meets(self) -> None:
         """See :class:`Pipeline`. Other stages may wait for what a suspended step does."""
+        self._end_steps()
+        super().meets()
+
+    def _end_steps(self) -> None:
+        """Runs the rest of the steps that are suspended."""
         if self._flight.live and self._versions is None:
             with self.in_call(None):
                 self._go_on(leaves_some=False)
-        super().meets()
-
-    @property
-    def _runner(self) -> AsynchronousValuePipeline:
-        return self
 
     # --- minibatches ---
 
@@ -174,44 +217,32 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             # Later batches are compared by :meth:`before_minibatch`.
             self.meets()
             self._check_batch(given.batch, given.batch_idx)
-        part, size, key, minibatches = self._prepared(given)
+        part, size, minibatches = self._prepared(given)
         core, holdings, outside = self.core, self.holdings, running()
         assert core is not None
         assert holdings is not None
         assert isinstance(outside, Microbatch)
-        losses = self._reporting.losses([size], given.loss_scale, 1, self.replicas.gather)
-        losses.counts_all = True
+        losses = self._reporting.losses([size], given.loss_scale, 1)
         core.note(outside)
         core.begin(0 if minibatches.are_over else self.channels.num_stages - 1)
-        minibatch = self._minibatch(
-            given,
-            Step(
-                function=given.step,
-                microbatches=[Slice(part, size, None, range(0), key)],
-                shared=holdings.shared,
-                losses=losses,
-                first=minibatches.next,
-            ),
-            tag,
-        )
+        minibatch = self._minibatch(given, minibatches.next, part, losses, tag)
         self._begins = self._under_way[minibatches.next] = _UnderWay(
-            given, minibatch.step, core.num_steps, tag
+            given, minibatch, core.num_steps
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
+        self._begin_timing(minibatches.next)
         finished = minibatches.begin(minibatch)
         self._begins = None
         self._begin_outside()
-        self._num_microbatches_done += 1
-        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
-        return [] if finished is None else [self._finish(finished)]
+        return self._end_minibatch(given, finished)
 
-    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
+    def run(self, row: Row, ahead: Row) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        todo = [one for one in row if one.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        self._flight.todo.extend(todo)
-        self._go_on(self.leaves_tails and todo[0].kind is Kind.FORWARD)
+        self._begin_row((*row, *ahead))
+        self._flight.todo.extend(row)
+        self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
 
     def _go_on(self, leaves_some: bool) -> None:
         """Runs what is to be run, and the steps that have begun."""
@@ -245,9 +276,9 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         """Returns the function that begins to sum gradients over the virtual machines (replicas of
         the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
         """
-        accumulation = self._under_way[action.microbatch].given.accumulation
-        sums = self._sums(accumulation)
-        return sums.arm if sums is not None and not accumulation.has_begun else None
+        one = self._under_way[action.microbatch]
+        sums = one.minibatch.sums
+        return sums.arm if sums is not None and not one.given.accumulation.has_begun else None
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
@@ -256,9 +287,12 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             with super()._around(action):
                 yield
             return
-        one = self._under_way[action.microbatch]
+        one, moves = self._under_way[action.microbatch], self.live_migration
         is_later = action.kind is Kind.FORWARD and one is not self._begins
-        with self.in_call(one.tag) if is_later else nullcontext(), super()._around(action):
+        with (
+            self.in_call(one.minibatch.tag) if is_later else nullcontext(),
+            super()._around(action),
+        ):
             versions.begin_action(0, action)
             before = self._writes_to_weights()
             try:
@@ -273,6 +307,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                     )
             finally:
                 versions.end_action(action)
+            if moves is not None and one.microbatch.is_done:
+                moves.end_action(action)
 
     def _writes_to_weights(self) -> dict[str, int]:
         """How often each trained parameter of this stage has been written to."""
@@ -285,14 +321,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
         """The microbatch of a minibatch."""
         one, core = self._under_way[number], self.core
-        given, (part,) = one.given, one.step.microbatches
+        given, batch = one.given, one.minibatch.batch
         assert core is not None
 
         def body(microbatch: SuspendableMicrobatch) -> None:
-            result, logs = self._logged(given.step, part.batch, 0)
+            result, logs = self._logged(given.step, batch, 0)
             if microbatch.is_ahead():
                 microbatch.stall("")
-            losses = one.step.losses
+            losses = one.minibatch.losses
             losses.add(result, logs, self.channels.device)
             (outcome,) = losses.outcomes
             if not given.wants_result:
@@ -307,10 +343,13 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                 microbatch.first_gradient = None
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
+        core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
             core, one.run, seed, 0, body, outside, self._tails, live, number
         )
         microbatch.has_later_backward = True
+        microbatch.timer = self._timers.get(number)
+        microbatch.saves = self._saves(number, batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:
@@ -330,7 +369,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     # --- the report ---
 
     def _own_report(self, minibatch: Minibatch) -> Report:
-        one = self._under_way[minibatch.step.first]
+        one = self._under_way[minibatch.number]
         leaves = list(one.results.leaves)
         for places, take in one.awaited:
             for at, tensor in zip(places, take(), strict=True):
@@ -338,15 +377,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         outcomes, metrics = to_host(
             one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
         )
-        more = {_METRICS: metrics, _DIGEST: one.results.digest(with_numbers=False)}
-        return self._reporting.report(
-            minibatch.step.losses, outcomes, [more], minibatch.is_last_batch
-        )
+        report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
+        digest = one.results.digest(with_numbers=False)
+        return replace(report, metrics=metrics, digest=digest)
 
     def _report_along(self, minibatch: Minibatch) -> Report:
         report = super()._report_along(minibatch)
-        results = self._under_way[minibatch.step.first].results
-        if report.changes[0][_DIGEST] != results.digest(with_numbers=False):
+        results = self._under_way[minibatch.number].results
+        if report.digest != results.digest(with_numbers=False):
             raise LayerError(
                 "The ranks have logged, returned, or put into a metric, different values in a step."
                 " With an asynchronous schedule do this on every rank (without `if"
@@ -356,14 +394,14 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
-        values = to_device(report.changes[0][_METRICS], self.channels.device)
+        values = to_device(report.metrics, self.channels.device)
         for metric, value in zip(self._metrics, values, strict=True):
             set_last_value(metric, value)
 
     def _finish(self, minibatch: Minibatch) -> Finished:
         found, core = super()._finish(minibatch), self.core
         assert core is not None
-        one = self._under_way.pop(minibatch.step.first)
+        one = self._under_way.pop(minibatch.number)
         # What a stage sends it does not change before the backward, when the others have got it.
         core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
         self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
@@ -373,5 +411,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     def _end_drain(self) -> None:
         assert self.core is not None
         self._leave_tails()
+        self._end_row()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
         self._gathered(*self._begin_gathering(None))

@@ -23,15 +23,18 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
+from lightning_pipeshift.runtime.liveness.stalls import tells
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import run_by, running, user_line
 
 
@@ -83,6 +86,7 @@ class SuspendableMicrobatch(Microbatch):
         self._greenlet.gr_context = copy_context()
         self._stream = core.seed, step, turn
 
+    @tells("action", lambda own: _words_of(Kind.FORWARD, own["self"]))
     def _step_through(self, body: Callable[[Any], Any]) -> None:
         seed_generators(self.core.device, "step", *self._stream)
         with run_by(self):
@@ -91,6 +95,8 @@ class SuspendableMicrobatch(Microbatch):
         self.flags = {x: x.requires_grad for x in self.core.switched}
         if self._tails is not None:
             self._tails.end_step()
+        if self.saves is not None:
+            self.saves.end_forward([*self.ends, *self.plain([self.root])])
         self.is_done = True
 
     def advance(self) -> None:
@@ -236,6 +242,8 @@ class Engine:
         root_of: Callable[[Any, int], Any] | None = None,
         before_last_backward: Callable[[], object] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
+        saves_of: Callable[[int], Saves | None] = lambda _: None,
+        num_ahead: int = 1,
     ) -> list[Any]:
         """Runs a step. Every stage calls this, with its own row.
 
@@ -249,12 +257,15 @@ class Engine:
                 microbatches.
             before_last_backward: called on this stage before its last backward.
             timers: time the layers of some microbatches.
+            saves_of: makes what keeps the tensors that autograd saves of a microbatch; ``None``:
+                autograd does.
+            num_ahead: how many runs a stage may be ahead of another one.
 
         Returns:
             what the function returned for each microbatch; a value may be another stage's.
         """
         core = self._core
-        core.begin()
+        core.begin(num_ahead=num_ahead)
         find_root = root_of or partial(_part_of_mean, len(batches))
         flight = Flight(row)
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)
@@ -278,6 +289,7 @@ class Engine:
             )
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)
+            microbatch.saves = saves_of(turn)
             everything.append(microbatch)
             return microbatch
 
@@ -368,9 +380,11 @@ class Engine:
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
         return all(map(self._may_pass, live.values()))
 
+    @tells("action", lambda own: _words_of(Kind.BACKWARD, own.get("microbatch")))
     def _run_backward(self, flight: Flight) -> bool:
         """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
-        is there or nothing else can run; returns whether it did.
+        is there or nothing else can run; while it waits for that, its layers that have to run again
+        before it. Returns whether it did anything.
         """
         todo, done = flight.todo, flight.done
         at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
@@ -378,8 +392,12 @@ class Engine:
         if at is None or microbatch is None:
             return False
         first = microbatch.first_gradient
-        if first is not None and not self._core.mailbox.has(first[0]) and (flight.live or at):
-            return False
+        if first is not None and not self._core.mailbox.has(first[0]):
+            if microbatch.saves is not None and microbatch.saves.may_recompute:
+                self._recompute(microbatch, microbatch.saves)
+                return True
+            if flight.live or at:
+                return False
         action = todo[at]
         del todo[at]
         del done[microbatch.order]
@@ -390,7 +408,20 @@ class Engine:
             if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
         microbatch.root = None
+        if microbatch.saves is not None:
+            microbatch.saves.end_backward()
+            microbatch.saves = None
         return True
+
+    def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:
+        action = Action(Kind.RECOMPUTE, microbatch.order)
+        with (
+            self._around(action),
+            self._core.trained_as(microbatch.flags),
+            run_by(None),
+            without_torch_function_of_subclasses(),
+        ):
+            saves.run_again()
 
     def _wait(self, flight: Flight) -> None:
         live, done = flight.live, flight.done
@@ -404,3 +435,12 @@ class Engine:
 
 def _part_of_mean(num_microbatches: int, result: Any, _: int) -> Any:
     return None if result is None else result / num_microbatches
+
+
+def _words_of(kind: Kind, microbatch: Microbatch | None) -> str | None:
+    if microbatch is None:
+        return None
+    return f"{kind.properties.words} of microbatch {microbatch.turn}"
+
+
+tells("layer", lambda own: own["self"].core.names[own["number"]])(Microbatch._called)

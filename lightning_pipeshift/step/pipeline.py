@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,37 +13,49 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import is_compiled_module, without_compiling
+from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.devices.properties import total_memory
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.parameters.uses import parameter_uses
-from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.saved.saved_tensors import (
+    SavedTable,
+    addresses_of,
+    bytes_of,
+    resident_in,
+)
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.trace_cache import Key
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch, UserStep
+from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingBatch, UserStep
 from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
+    Prefetch,
     Structure,
     gathered,
     kept,
@@ -51,10 +63,15 @@ from lightning_pipeshift.values.gathering import (
     require_same_program,
 )
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
+EVALUATIONS_AHEAD = 4
+"""How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
 
 
 class _Recorder(LogRecorder):
@@ -110,37 +127,117 @@ class ValuePipeline(Pipeline):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._recorder = _Recorder(self.root)
-        self._recorder.current = _Recording()
+        self.recorder = _Recorder(self.root)
+        """Replaces the LightningModule's ``log`` while a step runs."""
+        self.recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
         self._between: Microbatch | None = None
         self._evaluated: list[_Evaluated] = []
         self.find_optimizers: Callable[[], Sequence[Optimizer]] = list
         """Those of the run."""
-
-    def _install(self) -> None:
-        """Layers run at their owners in steps only: nothing is installed."""
+        self.user_step: UserStep | None = None
+        """The user's step of training; ``None`` where the run does not train."""
+        self._store: ActivationStore | None = None
+        """While a training step runs, what keeps its saved tensors within the budget."""
+        self._places: dict[Action, int] = {}
+        """Of the actions in the step's row."""
+        self._where = Where()
+        self._known: Core | None = None
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
+        self._idle: frozenset[int] = frozenset()
+        """The layers that no step calls, as far as that is known before the first one."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls of layers and operations."""
 
     def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        layers = [gate.layer for gate in self._trace_cache.gates]
-        uses = parameter_uses(self.root, layers, {}, None)
-        figures = {
-            at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-            for at, layer in enumerate(layers)
-        }
-        return Seen(Trace.empty(), figures, {}, None, frozenset(), uses)
+        found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            if len({layer for each in calls for layer, _, _ in each}) == len(self._layers):
+                break
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self.replicas.world.share_object(
+            call_order(
+                merged_order([[layer for layer, _, _ in each] for each in calls]), len(self._layers)
+            ),
+            source=0,
+        )
+        if order != sorted(order):
+            self._layers = [self._layers[index] for index in order]
+            for index, each in enumerate(self._layers):
+                each.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self._known = found.core
+        layers = [each.layer for each in self._layers]
+        trained = found
+        if trains and key[1] != "train" and self.user_step is not None:
+            # The sanity check comes first, and calls what validation does.
+            own = *key, "training step"
+            trained = self._run_without_values(own, self.user_step, batch, found.core)
+        called = None if not trains or trained.end or trained.draws else trained.called
+        in_steps = self._kept_in(trained.used)
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        called, in_steps, crossings = self.replicas.world.share_object(
+            (called, in_steps, crossings), source=0
+        )
+        self._idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
+        uses = parameter_uses(self.root, layers, {}, called)
+        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
+        self._is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(self._idle, Figures(0.0))
+        return Seen(figures, called, self._idle, uses, crossings, in_steps)
+
+    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
+        """The paths of the tensors that user code keeps in this memory."""
+        nodes = kept_by_user(self.root, set(map(id, self.root.parameters())))
+        return frozenset(
+            path
+            for path, x in nodes
+            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
+        )
+
+    def _run_without_values(
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [each.layer for each in self._layers]
+        if not self._looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self.root)
+        in_step = StepGroup(self.vm, self.replicas.count).in_force()
+        with self.streams.switched(*key), in_step:
+            states = self.streams.torch_states()
+            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
+            found.draws = self.streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self.streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for layer, leaves, rebuild in found.calls:
+                with preserved(self._layers[layer].layer.modules()):
+                    stopwatch.observe_call(self._layers[layer], leaves, rebuild)
+        return stopwatch.figures
 
     @property
-    def _traces_steps(self) -> bool:
-        return False
-
-    @property
-    def is_by_itself(self) -> bool:
-        """Whether this is the only device: its steps end with plain tensors, and their backward is
-        Lightning's.
-        """
-        return self.replicas.topology.num_ranks == 1
+    def _looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         if self.core is None:
@@ -156,7 +253,7 @@ class ValuePipeline(Pipeline):
         return result
 
     def plain_backward(self) -> AbstractContextManager[None]:
-        """See :class:`Pipeline`."""
+        """Context of the backward of the last :meth:`plain_training_step`."""
         return run_by(None)
 
     def _prepare(
@@ -165,59 +262,79 @@ class ValuePipeline(Pipeline):
         step: UserStep,
         batch: Any,
         optimizers: Iterable[Optimizer],
-        final: bool,
         trains: bool = False,
     ) -> None:
         if self._plan is not None:
             return
-        # Nothing has to be known of a step before it runs: the first plan is final.
         optimizers = list(self.find_optimizers())
-        super()._prepare(key, step, batch, optimizers, True, trains=bool(optimizers))
-        if any(self.plan.recompute):
+        super()._prepare(key, step, batch, optimizers, trains=bool(optimizers))
+        if any(self.plan.recompute) and not self._is_automatic:
             raise PlanError(
-                "The plan recomputes layers, which `core='values'` does not do yet. Use"
-                " `core='trace'`, a plan without 'recompute', or `recompute='none'`."
+                "The plan recomputes layers, and with manual optimization the step calls `backward`"
+                " itself, as soon as it has the loss. Use a plan without 'recompute', or"
+                " `recompute='none'`; or checkpoint the layers in the step"
+                " (`torch.utils.checkpoint`)."
             )
-        if self.settings.plan is None:
+        if self._idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=layers, prediction=None)
         self._connect_core()
 
+    def _mailbox(self) -> Mailbox:
+        channels = self.channels
+        members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
+        mailbox = Mailbox(
+            channels.control,
+            members,
+            channels.ranks,
+            channels.stage,
+            channels.watched,
+            channels.device,
+            channels.shares_memory_with,
+        )
+        mailbox.waiting = partial(self._profile, WAIT)
+        return mailbox
+
     def _connect_core(self) -> None:
         channels, holdings = self.channels, self.holdings
         assert holdings is not None
-        members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
-        mailbox = Mailbox(
-            channels.control, members, channels.ranks, channels.stage, channels.watched
-        )
         self.core = Core(
             self.root,
-            [gate.layer for gate in self._trace_cache.gates],
+            [each.layer for each in self._layers],
             self._owners(),
-            mailbox,
+            self._mailbox(),
             channels.device,
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
+        if self._known is not None:
+            self.core.learn_from(self._known)
+            self._known = None
+        self.core.calls = self.calls
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
-        if not getattr(self.root, "automatic_optimization", True):
+        if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
                 self.core.parameter_owners.setdefault(use.parameter, 0)
                 if len(holdings.holders_of(use.parameter)) > 1:
                     self.core.written.add(use.parameter)
-        if compiled := [n for n, x in self.root.named_modules() if is_compiled_module(x)]:
-            names = some_of([repr(name) for name in compiled])
-            self.messages.append(f"`core='values'` runs {names} without compiling yet.")
         self._placed = self.core.placed()
         self._placed.__enter__()
         parameter_owners = self.core.parameter_owners
         holdings.is_common = lambda buffer: buffer not in parameter_owners
+        self.late_updates.await_before = self.core.await_before
         self._begin_engine()
         self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether backwards and the optimizer's steps are Lightning's."""
+        return getattr(self.root, "automatic_optimization", True)
 
     def _owners(self) -> Callable[[int, int], int]:
         stage_of = self.plan.placement.stages(self.vm)
@@ -227,7 +344,9 @@ class ValuePipeline(Pipeline):
         """Begins to learn what steps use behind their reads, which depends on who owns what."""
         assert self.core is not None
         is_alone = self.channels.num_stages == 1
-        self._tails = None if is_alone else Tails(self.core, self.messages.append)
+        self._tails = None
+        if not is_alone:
+            self._tails = Tails(self.core, self.messages.append, objects=_objects_around(self.root))
         self._engine = self._engine_class(self.core, self._tails, self._around)
 
     def _begin_outside(self) -> None:
@@ -239,7 +358,7 @@ class ValuePipeline(Pipeline):
         set_program(self._between, self.channels.device)
 
     def meets(self) -> None:
-        """See :class:`Pipeline`."""
+        """Tells that this stage comes to where all wait for each other, outside of a step."""
         if self.core is not None:
             self.core.mailbox.pass_phase()
 
@@ -251,14 +370,20 @@ class ValuePipeline(Pipeline):
         self.meets()
         return self.channels.share_object(mine, source)
 
-    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum]:
-        """Begins to compare a structure over the stages."""
+    def _held_by_metrics(self) -> list[Any]:
+        return [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+
+    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum, Prefetch]:
+        """Begins to compare a structure over the stages, and to copy it and the metrics to the
+        host.
+        """
         structure = Structure(tree)
         digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
         digests[self.channels.stage] = structure.digest()
-        return structure, self.channels.post_sum(digests)
+        prefetch = Prefetch([*structure.leaves, *Structure(self._held_by_metrics()).leaves])
+        return structure, self.channels.post_sum(digests), prefetch
 
-    def _gathered(self, structure: Structure, posted: PostedSum) -> Any:
+    def _gathered(self, structure: Structure, posted: PostedSum, prefetch: Prefetch) -> Any:
         """A structure with host tensors in the place of values, and metrics with common tensors, as
         Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
         different things, what counts is what the first rank has, as on one device.
@@ -266,6 +391,7 @@ class ValuePipeline(Pipeline):
         Args:
             structure: what :meth:`_begin_gathering` returned.
             posted: likewise.
+            prefetch: likewise.
         """
         channels, core = self.channels, self.core
         assert core is not None
@@ -276,9 +402,9 @@ class ValuePipeline(Pipeline):
             first = channels.ranks.index(min(channels.ranks))
             offered = core.mailbox.offered
             structure = of_stage(first, structure, channels.stage, self._share, offered)
-        held = [(metric.metric_state, last_value(metric)) for metric in self._metrics]
+        held = self._held_by_metrics()
         more, num_leaves = Structure(held), len(structure.leaves)
-        leaves = gathered([*structure.leaves, *more.leaves], core, self._share)
+        leaves = gathered([*structure.leaves, *more.leaves], core, self._share, prefetch)
         found = more.rebuild(leaves[num_leaves:])
         for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
             changed = {name: x for name, x in state.items() if _has_values(before[name])}
@@ -290,7 +416,11 @@ class ValuePipeline(Pipeline):
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
-        return step(self.root, batch), self._recorder.take()
+        result, program = step(self.root, batch), running()
+        assert isinstance(program, Microbatch)
+        if program.finite is not None and torch.is_grad_enabled():
+            program.finite.loss(program.plain(result))
+        return result, self.recorder.take()
 
     def _in_step(self, number: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -304,6 +434,7 @@ class ValuePipeline(Pipeline):
         core, outside = self.core, running()
         assert core is not None
         assert isinstance(outside, Microbatch)
+        core.step_number = step
         settings = [
             (name, x)
             for optimizer in self.find_optimizers()
@@ -313,8 +444,10 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._running_steps():
+        with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
+        if not self._looks_ahead:
+            self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
 
@@ -322,69 +455,124 @@ class ValuePipeline(Pipeline):
     def _running_steps(self) -> Iterator[None]:
         assert self.core is not None
         in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class.
+        # A compiler follows neither values nor the parameters' class: see `Core.compiling`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        recorder = self.recorder_of_actions
+        # Layers run again where their backward would.
+        done = replace(action, kind=Kind.BACKWARD) if action.kind is Kind.RECOMPUTE else action
+        place = self._places.get(done, 0)
+        listeners: list[ActionListener] = [
+            each for each in (self.recorder_of_actions, self._store) if each is not None
+        ]
+        if self.late_updates.is_pending:
+            self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
-            if recorder is not None:
-                recorder.begin_action(0, action)
-            yield
-            if recorder is not None:
-                recorder.end_action(action)
+            for listener in listeners:
+                listener.begin_action(place, action)
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                raise self._explained(error, action) from error
+            for listener in reversed(listeners):
+                listener.end_action(action)
         self.channels.num_done += 1
+
+    def _begin_row(self, row: Row) -> None:
+        """Called with a training step's actions on this stage, before the first of them."""
+        self._store = self.memory.store if self.memory is not None else None
+        if self._store is not None:
+            self._store.begin_step(row)
+            self._places = {action: place for place, action in enumerate(row)}
+
+    def _end_row(self) -> None:
+        self._store, self._places = None, {}
+
+    def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
+        device, store = self.channels.device, self._store
+        return explained(
+            error,
+            f"stage {self.channels.stage}",
+            str(action),
+            self._where.layer_under_way,
+            store.device_bytes if store is not None else None,
+            0.0 if device.type == "cpu" else total_memory(device),
+        )
+
+    def _update_before(self, action: Action) -> None:
+        """Makes late updates that are due anyway; before a backward, all: of layers that the step
+        has not called, too.
+        """
+        with run_by(None):
+            if action.kind is Kind.FORWARD:
+                self.late_updates.finish_complete()
+            else:
+                self.late_updates.finish()
 
     # --- training ---
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        found = [
-            what
-            for what, is_found in (
-                ("another order of the ranks", plan.ranks != self.coming_plan.ranks),
-                ("recomputation", any(plan.recompute)),
-                ("new owners from the middle of a step on", bool(from_microbatch)),
-                (
-                    "moves of weights that several layers share, with manual optimization",
-                    self._moves_shared(plan),
-                ),
-            )
-            if is_found
-        ]
-        if found:
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        if self._moves_shared(plan):
             raise PlanError(
-                f"With `core='values'` a plan with {some_of(found)} cannot come into force while"
-                " training runs yet. Use `core='trace'`, or start a run with the new plan."
+                "With manual optimization, layers that share weights cannot move while training"
+                " runs. Start a run with the new plan instead."
             )
-        super()._request(plan, from_microbatch)
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        super()._request(plan, at_once)
 
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
         only has.
         """
         assert self.holdings is not None
-        old, new = (each.placement.stages(self.vm) for each in (self.plan, plan))
-        return not getattr(self.root, "automatic_optimization", True) and any(
+        old, new = (
+            [each.ranks[self.vm][stage] for stage in each.placement.stages(self.vm)]
+            for each in (self.plan, plan)
+        )
+        return not self._is_automatic and any(
             use.is_shared and any(old[layer] != new[layer] for layer in use.layers)
             for use in self.holdings.uses
         )
 
     def _change_owners(self, given: TrainingBatch) -> None:
         """Puts the plan in force whose layers have been prepared for it, between two steps."""
+        if self.changes.last is not None:
+            self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
-        self.changes.before_step(given, [])
-        self._finish_change()
+        self.changes.before_step(given)
+        core, migration = self.core, self.changes.migration
+        assert core is not None
+        if migration is None:
+            return
+        if not self._is_automatic or given.keeps_gradients:
+            # The step itself updates the weights, or adds to the gradients.
+            self._finish_change()
+            return
+        for layer in migration.awaited:
+            core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
         super()._finish_change()
         assert self.holdings is not None
         self.holdings.return_gradients_aside()
 
-    def _put_in_force(self, plan: Plan, first: int) -> None:
-        super()._put_in_force(plan, first)
+    def _reorder(self, plan: Plan) -> None:
+        core, before = self.core, self.channels.ranks
+        if core is None or list(plan.ranks[self.vm]) == before:
+            super()._reorder(plan)
+            return
+        assert self._between is not None
+        self._between.release()
+        self.meets()
+        core.mailbox.close()
+        super()._reorder(plan)
+        core.renumber([self.channels.ranks.index(rank) for rank in before], self._mailbox())
+
+    def _put_in_force(self, plan: Plan) -> None:
+        super()._put_in_force(plan)
         core, between = self.core, self._between
         assert core is not None
         assert between is not None
@@ -401,22 +589,25 @@ class ValuePipeline(Pipeline):
             part: its first microbatch.
         """
         self._note_begin()
+        self.late_updates.begin_step()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
         key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
-        self._votes.before_step(given, [])
+        self._prepare(key, given.step, part, given.optimizers, trains=True)
+        self._votes.before_step()
         self._change_owners(given)
+        self._follow_moves_with_memory()
 
-    def _end_step(self, given: TrainingBatch, report: Report, num_microbatches: int) -> None:
+    def _end_step(self, given: TrainingBatch, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
-        self._votes.after_step(given, [], report)
-        self.changes.after_step(given, [], report)
+        self._votes.after_step()
+        self.changes.after_step(given)
+        self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
-            self.core.result_bytes.clear()
+        self.core.result_bytes.clear()
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
@@ -424,24 +615,28 @@ class ValuePipeline(Pipeline):
 
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
-        """Runs a whole training step: see :class:`Pipeline`."""
-        given = replace(given, leaves_late=False)
+        """Runs a whole training step, forwards and backwards, and saves its gradients for
+        :meth:`Strategy.backward`.
+
+        Args:
+            given: the batch.
+        """
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
         self.planning.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
+        if self.changes.migration is not None:
+            # Optimizers' state may arrive until now, and weights of layers that were not called.
+            self._finish_change()
         self._collect_gradients(given, report)
-        self._end_step(given, report, len(slices))
+        self._end_step(given, len(slices))
         return report
 
     def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
         assert self.holdings is not None
         sizes = [size for _, size in slices]
-        losses = self._reporting.losses(
-            sizes, given.loss_scale, self.plan.microbatches, self.replicas.gather
-        )
-        losses.counts_all = True
+        losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
         arms = sums is not None and not given.accumulation.has_begun
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
@@ -453,7 +648,7 @@ class ValuePipeline(Pipeline):
                 self._begin_gradients(given, adds)
             has_begun = True
 
-        begun: list[tuple[Structure, PostedSum]] = []
+        begun: list[tuple[Structure, PostedSum, Prefetch]] = []
 
         def run(part: Any, turn: int) -> Any:
             return self._logged(given.step, part, turn)
@@ -463,6 +658,8 @@ class ValuePipeline(Pipeline):
             if not given.wants_result:
                 losses.outcomes[-1].result = None
             if losses.is_complete:
+                if len(slices) > 1:
+                    self._batch_metrics.end()
                 # They travel while the backwards run.
                 everything = list(losses.outcomes), given.is_last_batch
                 begun.append(self._begin_gathering(everything))
@@ -477,6 +674,7 @@ class ValuePipeline(Pipeline):
         if len(slices) > 1:
             self._batch_metrics.begin()
         profiler.begin_step()
+        self._begin_row(row[self.channels.stage])
         self._in_step(
             "train",
             given.step_number,
@@ -486,14 +684,41 @@ class ValuePipeline(Pipeline):
             root_of,
             sums.arm if arms and sums is not None else None,
             profiler.timers(sizes) if is_measured else {},
+            lambda turn: self._saves(turn, slices[turn][0], is_first=not turn),
         )
         profiler.end_step()
+        self._end_row()
+        # Where there was no backward.
+        self.late_updates.finish()
         begin_gradients(True)
-        if len(slices) > 1:
-            self._batch_metrics.end()
         with self.section("[PipeShift] sum gradients"):
             self.holdings.sum_shared()
         return self._report(losses, given, *begun[0])
+
+    def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
+        """What keeps the tensors that autograd saves of a microbatch.
+
+        Args:
+            number: of the microbatch.
+            batch: its part of the batch.
+            is_first: whether it is the first one of the step.
+        """
+        recompute, profiler = self.plan.recomputations(self.vm), self.planning.profiler
+        is_observed = self.planning.measures and not profiler.is_over and not profiler.num_steps
+        observer = profiler.observer if is_observed and is_first else None
+        if self._store is None and observer is None and not recompute:
+            return None
+        device = self.channels.device
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        saves = Saves(self._layers, recompute, device, self._where, min(own, default=0))
+        if self._store is not None or observer is not None:
+            saves.look(
+                SavedTable(number, self._store, addresses_of(batch), device),
+                self._store,
+                observer,
+                resident_in(self.root),
+            )
+        return saves
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
         """Called before the first backward of a step.
@@ -510,7 +735,7 @@ class ValuePipeline(Pipeline):
         stage = self.channels.stage
         with run_by(None):
             holdings.set_gradients_aside(given.keeps_gradients, adds)
-            for use in holdings.shared.uses if adds else ():
+            for use in holdings.shared if adds else ():
                 # All stages that hold it have the sum: one goes on with it.
                 if core.parameter_owners.get(use.parameter, stage) != stage:
                     use.parameter.grad = None
@@ -531,8 +756,8 @@ class ValuePipeline(Pipeline):
         everything = result, logs, given.is_last_batch
         result, logs, is_last_batch = self._gathered(*self._begin_gathering(everything))
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
-        report = Report(result, logs, [], is_last_batch, size=size, stops=given.stops())
-        self._end_step(given, report, 1)
+        report = Report(result, logs, is_last_batch, size=size, stops=given.stops())
+        self._end_step(given, 1)
         return report
 
     def _weighed(self, loss: Tensor, losses: Losses, turn: int, given: TrainingBatch) -> Tensor:
@@ -542,16 +767,24 @@ class ValuePipeline(Pipeline):
         if self.replicas.count == 1 and not has_weight and set(losses.sizes) == {first}:
             # As Lightning does, with the microbatches as its batches: a factor gives other bits.
             loss = loss / (len(losses.sizes) * given.num_accumulated)
-            return loss if given.scale == 1.0 else loss * given.scale
+            # To compare a tensor would wait for the device, and the bits are the same.
+            is_plain = not isinstance(given.scale, Tensor) and given.scale == 1.0
+            return loss if is_plain else loss * given.scale
         return loss * losses.factor(turn)
 
     def _report(
-        self, losses: Losses, given: TrainingBatch, everything: Structure, posted: PostedSum
+        self,
+        losses: Losses,
+        given: TrainingBatch,
+        everything: Structure,
+        posted: PostedSum,
+        prefetch: Prefetch,
     ) -> Report:
         """The report of a step, on every stage."""
-        found, is_last_batch = self._gathered(everything, posted)
+        with self._profile(WAIT):
+            found, is_last_batch = self._gathered(everything, posted, prefetch)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
-        report = self._reporting.report(losses, found, [], is_last_batch)
+        report = self._reporting.report(losses, found, is_last_batch)
         report.stops = given.stops()
         self.meets()
         return merge_reports(self.replicas.gather(report), self.vm)
@@ -566,24 +799,36 @@ class ValuePipeline(Pipeline):
         step: UserStep,
         purpose: str,
         step_number: int,
-        final: bool,
         wants_result: bool,
-    ) -> Any:
-        """See :class:`Pipeline`."""
+    ) -> bool:
+        """Runs a forward-only step. Its report is returned by :meth:`fetch_reports`.
+
+        Args:
+            batch: the batch.
+            batch_idx: its index.
+            step: runs the user's step.
+            purpose: the kind of the user's step, and its dataloader.
+            step_number: counts its batches.
+            wants_result: whether the step's result is needed.
+
+        Returns:
+            whether the step has logged values for the loggers at once.
+        """
         self.meets()
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
-        self._prepare(key, step, batch, (), final)
+        self._prepare(key, step, batch, ())
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
-        ((result, logs),) = self._in_step(purpose, step_number, [batch], function, row)
+        ((result, logs),) = self._in_step(
+            purpose, step_number, [batch], function, row, num_ahead=EVALUATIONS_AHEAD
+        )
         evaluated = _Evaluated(result if wants_result else None, logs, size_or_one(batch))
         self._evaluated.append(evaluated)
-        each_step = any(log.options.get("on_step") for log in logs)
-        return replace(Trace.empty(), logs_each_step=each_step)
+        return any(log.options.get("on_step") for log in logs)
 
     def fetch_reports(self) -> list[Report]:
-        """See :class:`Pipeline`."""
+        """The reports of all evaluation steps since the last call. Every stage calls this."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
         found = self._gathered(
@@ -591,11 +836,11 @@ class ValuePipeline(Pipeline):
                 [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
             )
         )
-        return [Report(result, logged, []) for result, logged in found]
+        return [Report(result, logged) for result, logged in found]
 
     @property
     def num_pending(self) -> int:
-        """See :class:`Pipeline`."""
+        """The number of evaluation steps whose reports have not been fetched."""
         return len(self._evaluated)
 
     # --- the end ---
@@ -658,9 +903,9 @@ class ValuePipeline(Pipeline):
                 for attribute, buffer in to_device(found, self.channels.device).items():
                     attribute.set(layer, buffer)
 
-    def release_gates(self) -> None:
+    def release(self) -> None:
         """See :class:`Pipeline`."""
-        super().release_gates()
+        super().release()
         if self._placed is not None:
             self._placed.__exit__(None, None, None)
             self._placed = None
@@ -676,6 +921,16 @@ class ValuePipeline(Pipeline):
             self.core.mailbox.close()
             self.core = None
         super().make_whole()
+
+
+def _objects_around(module: Any) -> dict[str, Any]:
+    """What a step may use besides its module, by descriptions."""
+    trainer = getattr(module, "_trainer", None)
+    found = {"the Trainer": trainer, "the data module": getattr(trainer, "datamodule", None)}
+    for name in ("callbacks", "loggers"):
+        for each in getattr(trainer, name, ()):
+            found[f"the {name[:-1]} `{type(each).__name__}`"] = each
+    return {what: x for what, x in found.items() if x is not None}
 
 
 def _of_its_own(leaf: Any) -> Any:

@@ -12,53 +12,39 @@ notice: it has to find what it would find if each step ran as a whole before the
   earlier steps have ended. An attribute that a step sets or uses too late, since none has done so
   before, is an error.
 - Steps that set attributes of layers, write to parameters, or change state that is in no attribute
-  of a module (globals, variables of enclosing functions, attributes of classes), never run ahead.
-  Of the latter, the first steps are watched.
+  of a module and that they use on both sides of a read (see
+  :mod:`lightning_pipeshift.step.outside_state`), never run ahead.
 """
 
 from __future__ import annotations
 
-import dis
 import enum
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.arguments import is_node, parts_of
+from lightning_pipeshift.step.outside_state import LIBRARIES, OutsideState, instructions_from
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard
 from lightning_pipeshift.values.layer_state import NO_STATE
-from lightning_pipeshift.values.value import running, user_line, version_in
+from lightning_pipeshift.values.value import StepParameter, running, user_line
 
 # How many runs with reads are watched before a step may run ahead.
 _WATCHED_RUNS = 2
 # Parts behind this one count as one.
 _MOST_PARTS = 30
-# What is beyond that in an object is not compared.
-_MOST_CONTENTS = 100_000
-_PLAIN = (int, float, str, bytes, type(None))
 _FIXED = (
-    nn.Module,
-    nn.Parameter,
-    *_PLAIN,
-    type,
-    types.ModuleType,
-    torch.dtype,
-    torch.device,
-    enum.Enum,
-    PurePath,
-)
-_LIBRARIES = frozenset(
-    {"lightning", "lightning_fabric", "lightning_pipeshift", "logging", "pytorch_lightning"}
-    | {"torch"}
+    *(int, float, str, bytes, type(None), type, types.ModuleType),
+    *(torch.dtype, torch.device, torch.Size, enum.Enum, PurePath),
 )
 
 
@@ -89,12 +75,18 @@ class Tails:
         core: of this stage.
         say: shows the user a sentence.
         num_watched: how many runs with reads are only watched, before a step may run ahead.
+        objects: others than the module whose attributes steps may use, by their descriptions.
     """
 
     def __init__(
-        self, core: Core, say: Callable[[str], object] = print, num_watched: int = _WATCHED_RUNS
+        self,
+        core: Core,
+        say: Callable[[str], object] = print,
+        num_watched: int = _WATCHED_RUNS,
+        objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._core, self._say, self._num_to_watch = core, say, num_watched
+        core.unwatched = self._paused
         inside = {module for layer in core.layers for module in layer.modules()}
         self._labels = {
             id(module): f"self.{name}" if name else "self"
@@ -106,11 +98,12 @@ class Tails:
             if module not in inside and _library_of(type(module)) != "torch"
         }
         """The modules whose attributes are seen when they are used, not only when they are set."""
-        self._outside = _state_outside(type(core.module))
+        self._outside = OutsideState(
+            self._seen.values(), map(type, inside), objects, self._is_fixed
+        )
         self._touched: dict[str, int] = {}
         """By the attribute's name: a bit for each part that uses it."""
         self._changed: set[str] = set()
-        self._outside_before: list[Any] = []
         self._num_watched, self._has_read = 0, True
         self._hindrance = "", ""
         self.is_watching = self._is_said = False
@@ -149,7 +142,8 @@ class Tails:
         try:
             self._enter()
             self.is_watching = True
-            self._begin_part()
+            # What changes between two runs does not count.
+            self._outside.changed()
             yield
         finally:
             self.is_watching = False
@@ -189,6 +183,19 @@ class Tails:
             self._watch.close()
             self._watch = None
 
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Context of code that may be compiled: a compiler would follow the watch's methods without
+        an end.
+        """
+        is_watching = self._watch is not None
+        self.leave()
+        try:
+            yield
+        finally:
+            if is_watching:
+                self._enter()
+
     def _hinder(self, what: str, advice: str) -> None:
         """Notes why steps of this training never run ahead."""
         if not self._hindrance[0]:
@@ -219,28 +226,35 @@ class Tails:
         self._has_read = True
         if torch.is_inference_mode_enabled():
             self._hinder("reads some in inference mode", "Use `torch.no_grad()`")
-        self._end_part()
+        self._outside.note_read()
+        self.end_step()
         part.level += 1
-        self._begin_part()
         if self._is_new:
             for name in _set_later({type(self._core.module), *self._seen.values()}):
                 for module in self._seen:
                     self._note(f"{self._labels[module]}.{name}", part, True)
 
-    def _begin_part(self) -> None:
-        if self.is_watching and self._is_new:
-            self._outside_before = [_Content(find()) for _, find in self._outside]
-
-    def _end_part(self) -> None:
-        if self.is_watching and self._is_new:
-            for (name, find), before in zip(self._outside, self._outside_before, strict=True):
-                if _Content(find()) != before:
-                    self._hinder(f"changes {name}", "Keep it in an attribute of the module")
-
     def end_step(self) -> None:
-        """The running step has ended."""
-        self._end_part()
-        self._begin_part()
+        """The running step, or a part of it, has ended.
+
+        Raises:
+            LayerError: it has changed what another one may use that is under way.
+        """
+        part = self.current
+        if part is None:
+            return
+        what = self._outside.changed()
+        if what:
+            if part.is_ahead() or any(True for _ in part.followers()):
+                raise LayerError(
+                    f"A step that reads values changes {what}, and uses it in front of the read"
+                    " and behind it. No step has done so before, and the next microbatch's step has"
+                    " begun. Keep it in an attribute of the module, or change it in every step."
+                )
+            self._hinder(f"changes {what}", "Keep it in an attribute of the module")
+        elif self._outside.unseen:
+            what = f"uses {self._outside.unseen}, where changes are not seen, on both sides"
+            self._hinder(f"{what} of a read", "Keep it in an attribute of the module")
 
     # --- attributes ---
 
@@ -257,7 +271,7 @@ class Tails:
         elif name not in NO_STATE:
             table = object.__getattribute__(module, "__dict__")
             value = table.get(name, table["_buffers"].get(name))
-            self.use(label, sets, _is_fixed(value))
+            self.use(label, sets, self._is_fixed(value))
 
     def use(self, name: str, changes: bool, is_fixed: bool = True) -> None:
         """The running step uses something; it waits if it has to.
@@ -288,6 +302,21 @@ class Tails:
                     " before, and the next microbatch's step has used or set it already. Set it in"
                     " `on_train_batch_end`, or use it in every step."
                 )
+
+    def _is_fixed(self, x: Any) -> bool:
+        """Whether nothing in an object changes that is not seen, as far as steps are concerned."""
+        if isinstance(x, _FIXED):
+            return True
+        if isinstance(x, nn.Module):
+            return id(x) in self._labels
+        if type(x) is tuple:
+            return len(x) <= _MOST_PARTS and all(map(self._is_fixed, x))
+        if isinstance(x, types.FunctionType):
+            return not (x.__closure__ or x.__defaults__ or vars(x)) or _library_of(x) == "torch"
+        if isinstance(x, types.BuiltinFunctionType):
+            return isinstance(x.__self__, types.ModuleType | type | None)
+        is_of_lightning = _library_of(type(x)) in LIBRARIES - {"torch"} and not isinstance(x, dict)
+        return type(x) is StepParameter or is_of_lightning
 
     def _note(self, name: str, part: Part, changes: bool) -> None:
         self._touched[name] = self._touched.get(name, 0) | 1 << min(part.level, _MOST_PARTS)
@@ -362,7 +391,7 @@ def _set_later(classes: Iterable[type]) -> set[str]:
     names: set[str] = set()
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
             later = _code_from(frame.f_code, frame.f_lasti)
             found, names = found | later[0], names | later[1]
         frame = frame.f_back
@@ -372,7 +401,7 @@ def _set_later(classes: Iterable[type]) -> set[str]:
         seen.add(name)
         for cls in {base for each in classes for base in each.__mro__}:
             method = vars(cls).get(name)
-            if isinstance(method, types.FunctionType) and _library_of(cls) not in _LIBRARIES:
+            if isinstance(method, types.FunctionType) and _library_of(cls) not in LIBRARIES:
                 sets, gets = _code_from(method.__code__, -1)
                 found |= sets
                 todo |= gets - seen
@@ -382,127 +411,11 @@ def _set_later(classes: Iterable[type]) -> set[str]:
 @lru_cache
 def _code_from(code: types.CodeType, offset: int) -> tuple[frozenset[str], frozenset[str]]:
     """The names of attributes that code behind an instruction sets, and those that it gets."""
-    instructions = list(dis.get_instructions(code))
-    # From the begin of the statement: what it calls at its end is got first.
-    ends = ("STORE_", "POP_", "RESUME")
-    begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
-    later = [x for x in instructions if x.offset > max(begins, default=-1)]
-    if any("BACKWARD" in one.opname for one in later):
-        later = instructions
+    later = instructions_from(code, offset)
     sets = {one.argval for one in later if one.opname in ("STORE_ATTR", "DELETE_ATTR")}
     gets = {str(one.argval) for one in later if one.opname in ("LOAD_ATTR", "LOAD_METHOD")}
     return frozenset(sets), frozenset(gets)
 
 
-def _library_of(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
-
-
-def _is_fixed(x: Any) -> bool:
-    """Whether nothing in an object changes, as far as steps are concerned."""
-    if type(x) is tuple:
-        return len(x) <= _MOST_PARTS and all(map(_is_fixed, x))
-    is_of_lightning = _library_of(type(x)) in _LIBRARIES - {"torch"} and not isinstance(x, dict)
-    return isinstance(x, _FIXED) or is_of_lightning
-
-
-class _Content:
-    """A snapshot of an object's contents. It equals a later one if nothing in them has changed."""
-
-    def __init__(self, x: Any) -> None:
-        self._found: list[Any] = []
-        # Kept, so that no `id` is used again.
-        self._seen: dict[int, Any] = {}
-        todo = [x]
-        while todo and len(self._found) < _MOST_CONTENTS:
-            one = todo.pop()
-            if isinstance(one, _PLAIN):
-                self._found += type(one), one
-                continue
-            self._found.append(id(one))
-            if id(one) in self._seen or isinstance(one, _FIXED):
-                continue
-            self._seen[id(one)] = one
-            if isinstance(one, Tensor):
-                self._found.append(version_in(one))
-            elif isinstance(one, tuple):
-                todo += one
-            elif is_node(one):
-                parts = parts_of(one)
-                self._found.append(len(parts))
-                for place, part in parts:
-                    todo += place[1], part
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Content) and self._found == other._found
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _state_outside(root: type) -> list[tuple[str, Callable[[], Any]]]:
-    """The state outside of objects that the methods of a class use, or functions of the same
-    package that they call: a description, and what gets it.
-    """
-    package = _library_of(root)
-    found: dict[str, Callable[[], Any]] = {}
-    todo: list[Any] = [
-        cls for cls in root.__mro__ if _library_of(cls) not in (*_LIBRARIES, "builtins")
-    ]
-    seen: set[int] = set()
-
-    def add(what: str, find: Callable[[], Any]) -> None:
-        x = find()
-        if isinstance(x, type | types.FunctionType):
-            if getattr(x, "__module__", "").partition(".")[0] == package:
-                todo.append(x)
-        elif (
-            not isinstance(x, types.ModuleType | nn.Module)
-            and _library_of(type(x)) not in _LIBRARIES
-        ):
-            found[what] = find
-
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, type):
-            for name, x in list(vars(one).items()):
-                function = getattr(x, "fget", None) or getattr(x, "__func__", x)
-                if isinstance(function, types.FunctionType):
-                    # Not what intercepts uses of attributes.
-                    if function.__module__.partition(".")[0] not in _LIBRARIES:
-                        todo.append(function)
-                elif not name.startswith("__"):
-                    add(
-                        f"the attribute `{name}` of the class `{one.__name__}`",
-                        partial(vars(one).get, name),
-                    )
-            continue
-        for name in _names_in(one.__code__):
-            if name in one.__globals__:
-                add(
-                    f"the global `{name}` of `{one.__module__}`", partial(one.__globals__.get, name)
-                )
-        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
-            add(
-                f"the variable `{name}` of a function around `{one.__name__}`",
-                partial(_in_cell, cell),
-            )
-    return list(found.items())
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
-            yield each.argval
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _names_in(each)
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _library_of(cls: Any) -> str:
+    return (cls.__module__ or "").partition(".")[0]

@@ -1,22 +1,26 @@
-"""The findings of PipeShift about a model after tracing a step: its layers, the payloads of the
-boundaries between them, and the code between them.
+"""The findings of PipeShift about a model: its layers, the payloads of the boundaries between them,
+and the code between them.
 
 All numbers are those of the first microbatch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeshift.model.trace.trace import Trace
-from lightning_pipeshift.plan.inputs.flow import Value
-from lightning_pipeshift.plan.partition.boundaries import possible_cuts
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.arguments import Arguments
+from lightning_pipeshift.values.calls import Call, Calls
+from lightning_pipeshift.values.microbatch import OUTSIDE
+from lightning_pipeshift.values.value import PLACED, Value
 
 END_OF_STEP = "the end of the step"
 """The code that computes the loss, the logged values and the step's result."""
@@ -48,12 +52,12 @@ class FoundTensor:
     """A tensor that crosses a boundary.
 
     Args:
-        layer: the layer that returned it, or after which it was computed.
-        function: the function that computed it, in the code after that layer; ``None`` for an
-            output of the layer itself.
+        layer: the layer that returned it, or after which it was computed; for a parameter, the
+            layer that has it, or after which the step uses it first.
+        function: the function that computed it, in the code after that layer, or the name of the
+            parameter that it is; ``None`` for an output of the layer itself.
         needed_by: the later layers that take it; ``"code behind NAME"`` for code between layers
-            that computes with it; ``"conditions"`` for code that reads it on every stage; and
-            :data:`END_OF_STEP`.
+            that computes with it; and :data:`END_OF_STEP`.
         shape: its shape.
         dtype: its type.
         num_bytes: its bytes.
@@ -96,15 +100,16 @@ class FoundCode:
     Args:
         after: the layer before it; ``None`` for code before all layers.
         before: the layer after it; ``None`` for the end of the step.
-        functions: how often it calls each function of torch on values that one stage has.
-        is_open: whether it branches on values (``if x.mean() > 0``), so that the code after the
-            branch runs on every stage that needs its results, and not once.
+        functions: how often it calls each function of torch on values that one stage has; at the
+            end of the step, with the division of its loss by the number of microbatches.
+        reads: how often it reads such values into Python (``if x.mean() > 0``, ``x.item()``), by
+            the function that does: each stage waits for them there.
     """
 
     after: str | None
     before: str | None
     functions: Mapping[str, int]
-    is_open: bool
+    reads: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -115,147 +120,202 @@ class Findings:
         layers: in call order; those that the step does not call are last.
         boundaries: between neighbouring layers that the step calls, in the same order.
         code: between layers, in order; without entries for intervals that have no code.
-        shared: parameters that several layers use, or code between layers: several stages may hold
-            them.
-        written: parameters, buffers and attributes outside of layers that the step writes to with
-            values that one stage has.
-        num_flows: how many different flows the microbatches had, usually because of their shapes.
-        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``), so that each
-            batch is traced separately.
-        is_drawn: whether random numbers decide which layers are called, so that each microbatch is
-            traced separately.
-        possible_cuts: the boundaries that may be cut, each as the number of layers before it:
-            layers that are called in turn, each on results of the other, remain together. ``None``:
-            all.
+        shared: parameters of several layers: several stages may hold them.
+        flows_back: pairs of layers: what the first one returned, or what was computed from it, goes
+            to the second one, which comes earlier in the order. With a cut between them it travels
+            back.
     """
 
     layers: tuple[FoundLayer, ...]
     boundaries: tuple[FoundBoundary, ...] = ()
     code: tuple[FoundCode, ...] = ()
     shared: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-    num_flows: int = 0
-    is_shaped_by_batch: bool = False
-    is_drawn: bool = False
-    possible_cuts: frozenset[int] | None = None
-
-    @property
-    def together(self) -> list[tuple[str, str]]:
-        """The first and the last layer of each range that has to be on one stage."""
-        if self.possible_cuts is None:
-            return []
-        ends = [0, *sorted(self.possible_cuts), len(self.layers)]
-        return [
-            (self.layers[begin].name, self.layers[end - 1].name)
-            for begin, end in pairwise(ends)
-            if end - begin > 1
-        ]
+    flows_back: tuple[tuple[str, str], ...] = ()
 
 
-def layers_of(modules: Mapping[str, nn.Module]) -> tuple[FoundLayer, ...]:
-    """The findings on layers before any step has called them."""
+def layers_of(
+    modules: Mapping[str, nn.Module], seconds: Mapping[str, float] | None = None
+) -> tuple[FoundLayer, ...]:
+    """The findings on layers before any step has called them.
+
+    Args:
+        modules: the layers by name.
+        seconds: the measured times of their forwards, by name; 0 for those that were not measured.
+    """
+    seconds = seconds or {}
     return tuple(
         FoundLayer(
             name,
             type(module).__name__,
             sum(p.numel() for p in module.parameters()),
             sum(p.numel() * p.element_size() for p in module.parameters()),
+            seconds.get(name) or None,
         )
         for name, module in modules.items()
     )
 
 
-def findings_of(pipeline: Pipeline) -> Findings:
-    """The findings of a pipeline after its first training step."""
-    seconds = {layer.name: layer.forward_seconds for layer in pipeline.plan.layers}
-    traces = pipeline.traces
-    if not traces:
-        return Findings(layers_of(pipeline.layers))
-    trace, names = traces[0], list(pipeline.layers)
-    called = {call.layer for call in trace.flow.calls}
-    layers = tuple(
-        FoundLayer(
-            layer.name,
-            layer.kind,
-            layer.num_parameters,
-            layer.parameter_bytes,
-            seconds[layer.name] or None,
-            number in called,
+class _Tensor(NamedTuple):
+    """A value or a parameter that a step uses between its layers, or as an argument of one.
+
+    Args:
+        layer: the number of the layer after which it is there.
+        function: as in :class:`FoundTensor`.
+        shape: its shape.
+        dtype: its type.
+        num_bytes: its bytes.
+        has_gradient: whether it needs one.
+        uses: the calls that use it: the number of the layer at whose stage each of them runs, and
+            for an operation how many layers were called before; ``None`` for a layer.
+    """
+
+    layer: int
+    function: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    has_gradient: bool
+    uses: list[tuple[int, int | None]]
+
+
+class StepRecord:
+    """The calls of the first microbatch's step: see
+    :class:`~lightning_pipeshift.values.calls.CallWatch`.
+    """
+
+    def __init__(self) -> None:
+        self._program: weakref.ref[Calls] | None = None
+        self._names: list[str] = []
+        self._shared: tuple[str, ...] = ()
+        self._parameters: dict[Tensor, str] = {}
+        self._homes: dict[Tensor, int] = {}
+        self._called: list[int] = []
+        self._functions: dict[int, Counter[str]] = {}
+        self._reads: dict[int, Counter[str]] = {}
+        self._tensors: list[_Tensor] = []
+        self._by_account: weakref.WeakKeyDictionary[Account, _Tensor] = weakref.WeakKeyDictionary()
+
+    def called(self, program: Calls, call: Call, result: Any) -> None:
+        """Notes a call."""
+        if not self._is_of(program):
+            return
+        contract = call.contract
+        used = {
+            at: program.account_of(x)
+            for at, x in enumerate(call.arguments.tensors)
+            if type(x) in PLACED and (contract is None or at in contract.used)
+        }
+        place, function, layer = None, None, call.layer
+        if layer is None:
+            place, function = len(self._called), call.label
+            self._functions.setdefault(place, Counter())[function] += 1
+            # As the core chooses the stage of an operation.
+            found = {
+                at: self._layer_of(call.arguments.tensors[at], one) for at, one in used.items()
+            }
+            places = [found[at] for at in (contract.places if contract else ()) if at in found]
+            known = [x for x in places[:1] or found.values() if x is not None]
+            layer = max(known, default=0)
+        else:
+            self._called.append(layer)
+        for at, account in used.items():
+            tensor = call.arguments.tensors[at]
+            home = self._layer_of(tensor, account)
+            name = None if type(tensor) is Value else self._parameters.get(tensor)
+            self._note(tensor, account, layer if home is None else home, name)
+            self._by_account[account].uses.append((layer, place))
+        for tensor in Arguments((result,), id).tensors:
+            if type(tensor) is Value:
+                self._note(tensor, tensor.account, layer, function)
+
+    def read(self, program: Calls, label: str) -> None:
+        """Notes a read."""
+        if self._is_of(program):
+            self._reads.setdefault(len(self._called), Counter())[label] += 1
+
+    def findings(self, layers: tuple[FoundLayer, ...]) -> Findings:
+        """What the record says of a model.
+
+        Args:
+            layers: its layers.
+        """
+        if self._program is None:
+            return Findings(layers)
+        names, called = self._names, set(self._called)
+        in_order = sorted(called)
+        back = {
+            (names[tensor.layer], names[layer]): None
+            for tensor in self._tensors
+            for layer, place in tensor.uses
+            if place is None and layer < tensor.layer
+        }
+        return Findings(
+            tuple(replace(each, is_called=names.index(each.name) in called) for each in layers),
+            tuple(
+                FoundBoundary(names[before], names[after], self._payload(after))
+                for before, after in pairwise(in_order)
+            ),
+            tuple(
+                FoundCode(
+                    names[self._called[place - 1]] if place else None,
+                    names[self._called[place]] if place < len(self._called) else None,
+                    dict(self._functions.get(place, {})),
+                    dict(self._reads.get(place, {})),
+                )
+                for place in sorted(self._functions.keys() | self._reads)
+            ),
+            self._shared,
+            tuple(back),
         )
-        for number, layer in enumerate(layers_of(pipeline.layers))
-    )
-    in_order = sorted(called)
-    boundaries = tuple(
-        FoundBoundary(
-            names[before],
-            names[after],
-            tuple(_tensor(trace, value, after, names) for value in trace.flow.payload(after)),
-        )
-        for before, after in pairwise(in_order)
-    )
-    possible = possible_cuts(trace.flow, len(names))
-    uses = pipeline.holdings.uses if pipeline.holdings is not None else []
-    return Findings(
-        layers,
-        boundaries,
-        _code(trace, names),
-        tuple(use.name for use in uses if use.is_shared),
-        tuple(sorted(".".join(filter(None, place)) for place in trace.state)),
-        len(traces),
-        any(trace.is_shaped_by_batch for trace in traces),
-        any(trace.is_drawn for trace in traces),
-        None if len(possible) == len(names) - 1 else possible,
-    )
 
+    def _is_of(self, program: Calls) -> bool:
+        if program.turn == OUTSIDE:
+            return False
+        if self._program is None:
+            core = program.core
+            self._program, self._names = weakref.ref(program), core.names
+            self._parameters = {x: name for name, x in core.module.named_parameters()}
+            for number in reversed(range(len(core.layers))):
+                self._homes.update((x, number) for _, x in core.parameters[number])
+            uses = Counter[Tensor](x for own in core.parameters for _, x in own)
+            self._shared = tuple(name for x, name in self._parameters.items() if uses[x] > 1)
+        return self._program() is program
 
-def _tensor(trace: Trace, value: Value, boundary: int, names: list[str]) -> FoundTensor:
-    flow, spec = trace.flow, trace.spec(value)
-    needed_by = [
-        names[call.layer] for call in flow.calls if call.layer >= boundary and value in call.needs
-    ]
-    needed_by += [
-        _place(trace, operation.interval, names)
-        for operation in flow.operations
-        if operation.layer >= boundary and value in operation.needs
-    ]
-    if value in flow.control:
-        needed_by.append("conditions")
-    if value in flow.tail:
-        needed_by.append(END_OF_STEP)
-    entry = trace.entries.get((value.call, value.op)) if value.op else None
-    return FoundTensor(
-        names[value.layer],
-        entry.name if entry is not None else None,
-        tuple(dict.fromkeys(needed_by)),
-        spec.shape,
-        spec.dtype,
-        spec.num_bytes,
-        value in flow.differentiable,
-    )
+    def _layer_of(self, tensor: Tensor, account: Account) -> int | None:
+        """The layer at whose stage a tensor is; ``None`` for one that is used for the first time,
+        which will be where it is used.
+        """
+        known = self._by_account.get(account)
+        return self._homes.get(tensor) if known is None else known.layer
 
+    def _note(self, tensor: Tensor, account: Account, layer: int, function: str | None) -> None:
+        if account not in self._by_account:
+            with without_torch_function_of_subclasses():
+                shape, dtype, num_bytes = tuple(tensor.shape), str(tensor.dtype), tensor.nbytes
+            found = _Tensor(layer, function, shape, dtype, num_bytes, account.requires_grad, [])
+            self._tensors.append(found)
+            self._by_account[account] = found
 
-def _place(trace: Trace, interval: int, names: list[str]) -> str:
-    calls = trace.flow.calls
-    if interval == len(calls):
-        return END_OF_STEP
-    return (
-        f"code behind {names[calls[interval - 1].layer]}"
-        if interval
-        else "code in front of all layers"
-    )
+    def _payload(self, boundary: int) -> tuple[FoundTensor, ...]:
+        """What crosses a boundary.
 
+        Args:
+            boundary: the number of the layer behind it.
+        """
+        found = []
+        for tensor in self._tensors:
+            uses = [self._user(*use) for use in tensor.uses if use[0] >= boundary]
+            if tensor.layer < boundary and uses:
+                layer, needed_by = self._names[tensor.layer], tuple(dict.fromkeys(uses))
+                found.append(FoundTensor(layer, tensor.function, needed_by, *tensor[2:6]))
+        return tuple(found)
 
-def _code(trace: Trace, names: list[str]) -> tuple[FoundCode, ...]:
-    functions: dict[int, Counter[str]] = {}
-    for (interval, _), entry in sorted(trace.entries.items()):
-        functions.setdefault(interval, Counter())[entry.name] += 1
-    called = [names[call.layer] for call in trace.flow.calls]
-    return tuple(
-        FoundCode(
-            called[interval - 1] if interval else None,
-            called[interval] if interval < len(called) else None,
-            dict(functions.get(interval, {})),
-            interval in trace.open_intervals,
-        )
-        for interval in sorted(functions.keys() | trace.open_intervals)
-    )
+    def _user(self, layer: int, place: int | None) -> str:
+        """Who uses a tensor: see :attr:`_Tensor.uses`."""
+        if place is None:
+            return self._names[layer]
+        if place == len(self._called):
+            return END_OF_STEP
+        if not place:
+            return "code in front of all layers"
+        return f"code behind {self._names[self._called[place - 1]]}"

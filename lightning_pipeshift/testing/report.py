@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -114,7 +114,7 @@ class CheckReport:
         findings: the layers, the payloads of the boundaries between them, and the code between
             them.
         is_repeatable: whether a second run on one stage gave the bits of the first; ``None`` if
-            there was no second run, as nothing differed.
+            there was no second run, as nothing differed or was refused.
     """
 
     model: str
@@ -257,15 +257,13 @@ class CheckReport:
     def _code(self) -> list[str]:
         lines = []
         for code in self.findings.code:
-            calls = ", ".join(
-                name if count == 1 else f"{count} x {name}"
-                for name, count in code.functions.items()
-            )
-            is_open = "" if not code.is_open else " [branches on values]"
-            lines.append([f"  {_place(code)}", f"{calls or '-'}{is_open}"])
+            calls = _counted(code.functions)
+            lines.append([f"  {_place(code)}", calls or "-", _reads(code)])
         alike = [
-            group[0] if len(group) == 1 else [f"{group[0][0]} … ({len(group)} places)", group[0][1]]
-            for group in (list(g) for _, g in groupby(lines, key=lambda line: line[1]))
+            group[0]
+            if len(group) == 1
+            else [f"{group[0][0]} … ({len(group)} places)", *group[0][1:]]
+            for group in (list(g) for _, g in groupby(lines, key=lambda line: line[1:]))
         ]
         return (
             ["", "Code between layers, by the functions that it calls:", *table(alike)]
@@ -275,32 +273,19 @@ class CheckReport:
 
     def _notes(self) -> list[str]:
         found, notes = self.findings, []
-        if any(code.is_open for code in found.code):
+        if any(code.reads for code in found.code):
             notes.append(
-                "If code branches on values, its results up to the next layer are computed on "
-                "every stage that needs them, and sums may be rounded differently."
+                "Where code reads values, each stage waits for them; others' microbatches run "
+                "meanwhile, as far as the step's own state allows."
             )
-        for first, last in found.together:
+        for later, earlier in found.flows_back:
             notes.append(
-                f"The layers from {first} to {last} are called in turn, each on results of the "
-                "other: they remain on one stage."
+                f"{earlier} takes what comes from {later}, a later layer: with a cut between them "
+                "it travels back."
             )
         if found.shared:
             notes.append(
-                f"Used by several layers, or by code between layers: {_list(found.shared)}. Several"
-                " stages may hold them."
-            )
-        if found.written:
-            notes.append(f"Written by the step itself: {_list(found.written)}.")
-        if found.is_drawn:
-            notes.append(
-                "Random numbers decide which layers are called: every microbatch is traced "
-                "again, which takes time."
-            )
-        if found.is_shaped_by_batch:
-            notes.append(
-                "Shapes depend on the batch's values: every new batch is traced again, which "
-                "takes time."
+                f"Used by several layers: {_list(found.shared)}. Several stages may hold them."
             )
         return ["", *(f"Note: {note}" for note in notes)] if notes else []
 
@@ -309,6 +294,16 @@ def _place(code: FoundCode) -> str:
     if code.after is None:
         return f"in front of {code.before or END_OF_STEP}"
     return f"behind {code.after}"
+
+
+def _counted(functions: Mapping[str, int]) -> str:
+    return ", ".join(
+        name if count == 1 else f"{count} x {name}" for name, count in functions.items()
+    )
+
+
+def _reads(code: FoundCode) -> str:
+    return f"reads values by {_counted(code.reads)}" if code.reads else ""
 
 
 def _tensor_text(tensor: FoundTensor, layer: str) -> str:

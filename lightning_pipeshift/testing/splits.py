@@ -7,7 +7,7 @@ are the same each time.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CUTS = ("measured", "random", "uniform")
@@ -49,9 +49,7 @@ def some_splits(
     ]
 
 
-def random_cut(
-    seed: str, num_layers: int, num_stages: int, possible: Collection[int] | None = None
-) -> list[int]:
+def random_cut(seed: str, num_layers: int, num_stages: int) -> list[int]:
     """The number of layers of each stage: at least one, if there are enough. The same seed gives
     the same cut.
 
@@ -59,10 +57,9 @@ def random_cut(
         seed: decides the cut.
         num_layers: how many layers there are.
         num_stages: how many stages.
-        possible: the boundaries that may be cut; ``None``: all.
     """
     dice = random.Random(seed)
-    inner = sorted(range(1, num_layers) if possible is None else possible)
+    inner = range(1, num_layers)
     cuts = sorted(dice.sample(inner, min(len(inner), num_stages - 1)))
     # If there are too few, the last stages have none.
     cuts += [num_layers] * (num_stages - 1 - len(cuts))

@@ -23,9 +23,10 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift.compat.lightning_private import combined_loader_of
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
-from lightning_pipeshift.model.gates.layers import find_layers
+from lightning_pipeshift.model.parameters.layers import find_layers
+from lightning_pipeshift.step.pipeline import ValuePipeline
 from lightning_pipeshift.testing.bits import differences
-from lightning_pipeshift.testing.findings import Findings, FoundLayer, findings_of, layers_of
+from lightning_pipeshift.testing.findings import Findings, FoundLayer, StepRecord, layers_of
 
 Name = tuple[str, str]
 """Of a tensor: ``"parameter"``, ``"buffer"`` or ``"optimizer state"``, and its name among these."""
@@ -53,6 +54,7 @@ _ONE_PIPELINE: dict[str, Any] = {
     "batch_shares": None,
     "plan": None,
     "process_group_backend": "gloo",
+    "core": "values",
     # A measured cut is chosen again after the first step.
     "profile_steps": 1,
 }
@@ -168,12 +170,16 @@ class Watcher(Callback):
         self.logged: list[dict[str, float]] = []
         self.first_step_seconds = 0.0
         self.findings: Findings | None = None
+        self._record = StepRecord()
         self._begun = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Allows schedulers that need a validation metric: there is no validation."""
         for config in trainer.lr_scheduler_configs:
             config.strict = False
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        if isinstance(pipeline, ValuePipeline):
+            pipeline.calls = self._record
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stores the logged values of the last step."""
@@ -193,7 +199,9 @@ class Watcher(Callback):
             self._end_step(trainer)
             strategy = trainer.strategy
             if isinstance(strategy, PipeShiftStrategy) and trainer.is_global_zero:
-                self.findings = findings_of(strategy.pipeline)
+                seconds = {layer.name: layer.forward_seconds for layer in strategy.plan.layers}
+                layers = layers_of(strategy.pipeline.layers, seconds)
+                self.findings = self._record.findings(layers)
 
     def _end_step(self, trainer: pl.Trainer) -> None:
         self.first_step_seconds = self.first_step_seconds or time.perf_counter() - self._begun

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.messages import Key
 
 
 class Memory:
@@ -14,16 +16,18 @@ class Memory:
 
     Attributes:
         accounts: of the values that share it.
+        offers: the messages that could carry its bytes as they are now: see :meth:`Mailbox.offer`.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
         has_returned: whether a value's consumers were at another stage and are at its owner again:
             they use another tensor there, whose history a write through a view would reach alone.
     """
 
-    __slots__ = ("accounts", "has_returned", "num_writes", "writer")
+    __slots__ = ("accounts", "has_returned", "num_writes", "offers", "writer")
 
     def __init__(self) -> None:
         self.accounts: list[weakref.ref[Account]] = []
+        self.offers: list[Key] = []
         self.num_writes = 0
         self.writer: int | None = None
         self.has_returned = False
@@ -36,6 +40,11 @@ class Memory:
         self.writer = stage
         self.has_returned = False
         return [account for each in self.accounts if (account := each()) is not None]
+
+    def renumber(self, numbers: Sequence[int]) -> None:
+        """See :meth:`Core.renumber`."""
+        self.writer = None if self.writer is None else numbers[self.writer]
+        self.offers = [key._replace(source=numbers[key.source]) for key in self.offers]
 
 
 class Account:
@@ -99,6 +108,11 @@ class Account:
         self.has_left = False
         self.sent_at: int | None = None
         self._num_writes = self.memory.num_writes
+
+    def renumber(self, numbers: Sequence[int]) -> None:
+        """See :meth:`Core.renumber`."""
+        self.owner, self.last = numbers[self.owner], numbers[self.last]
+        self.holders = {numbers[stage] for stage in self.holders}
 
     @property
     def version(self) -> int:

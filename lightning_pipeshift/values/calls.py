@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
-from lightning_pipeshift.values.account import Memory
+from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
     Outcome,
@@ -34,6 +34,7 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
+from lightning_pipeshift.values.program import require_here
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -63,6 +64,7 @@ class Call(NamedTuple):
         label: names it in messages.
         stream: of its random numbers: a seed, and its number among those with this seed.
         parameters: the layer's, by name.
+        layer: its number; ``None`` for an operation.
     """
 
     function: Callable[..., Any]
@@ -74,6 +76,28 @@ class Call(NamedTuple):
     label: str
     stream: tuple[int, int]
     parameters: Sequence[tuple[str, Tensor]] = ()
+    layer: int | None = None
+
+
+class CallWatch(Protocol):
+    """Is told of what steps run."""
+
+    def called(self, program: Calls, call: Call, result: Any) -> None:
+        """A layer or an operation has been called.
+
+        Args:
+            program: which called it.
+            call: the call.
+            result: with values.
+        """
+
+    def read(self, program: Calls, label: str) -> None:
+        """Values are read into Python.
+
+        Args:
+            program: which reads them.
+            label: the name of the function that does.
+        """
 
 
 class Calls(Transfers):
@@ -107,6 +131,8 @@ class Calls(Transfers):
         others: dict[str, Tensor] = {}
         for name, parameter in call.parameters:
             account = self.accounts.get(parameter)
+            if account is not None:
+                account.refresh()
             has_left = account is not None and account.has_left
             if has_left or self.core.parameter_owners[parameter] != stage:
                 plain = self.bring(parameter, stage, with_gradient, call.label)
@@ -119,6 +145,9 @@ class Calls(Transfers):
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()
+            for at in range(len(arguments.tensors)) if contract is None else contract.written:
+                if type(arguments.tensors[at]) in PLACED:
+                    self.copy_offers(arguments.tensors[at])
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with without_torch_function_of_subclasses():
             with run_by(None):
@@ -202,7 +231,8 @@ class Calls(Transfers):
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         account.era = self._era
         if tensor is not None:
-            self.offer(account)
+            # A layer may return a buffer, and write to it later.
+            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
         return self.new_value(spec, account)
 
     def _values(
@@ -244,7 +274,7 @@ class Calls(Transfers):
             if account.name is not None:
                 self._name(account)
             if target in self.accounts:
-                self.core.written.add(target)
+                self.core.writes_to(target)
             for other in sharing:
                 if other.owner == call.stage:
                     other.refresh()
@@ -312,10 +342,8 @@ class Calls(Transfers):
         """Raises LayerError if a common tensor, with the tensor that it is a view of, cannot become
         a value of one stage: others that share its memory would not.
         """
-        storage, base = tensor.untyped_storage(), base_of(tensor)
-        is_view = base is not None and type(base) is Tensor and not needs_gradient
-        is_shared = storage_use_count(storage) > USES_OF_ONE + is_view
-        if type(tensor) is not Tensor or is_shared or tensor.requires_grad:
+        if not _is_own(tensor, needs_gradient):
+            require_here(tensor)
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
@@ -323,6 +351,33 @@ class Calls(Transfers):
                 " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
                 " operation that returns a new tensor (`torch.where`, `torch.cat`)."
             )
+
+    def make_value(self, tensor: Tensor, stage: int) -> None:
+        """Makes a common tensor a value of a stage, for ``x.data = y``.
+
+        Raises:
+            LayerError: others that share its memory would not become values.
+        """
+        if not _is_own(tensor, False):
+            require_here(tensor)
+            raise LayerError(
+                f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
+                " and whose memory other tensors or arrays share, or that needs a gradient, or"
+                " whose class is not `Tensor`. Take a tensor of its own (`x.data = y.clone()`), or"
+                " write in place (`with torch.no_grad(): x.copy_(y)`)."
+            )
+        self._note_common(tensor)
+        self._adopt(tensor, stage)
+
+    def share_memory(self, tensor: Tensor, account: Account) -> None:
+        """Gives a value or a parameter an account of other memory, which others may have, too."""
+        if isinstance(tensor, Value):
+            tensor.account = account
+            return
+        self.writes_placed()
+        self.core.writes_to(tensor)
+        self.accounts[tensor] = account
+        self._shared.append((account.memory, user_line()))
 
     def _require_leaf(self, tensor: Tensor, call: Call) -> None:
         """Raises LayerError if a common tensor that needs a gradient cannot become a value of the
@@ -342,6 +397,8 @@ class Calls(Transfers):
         what is a leaf.
         """
         base = base_of(tensor)
+        # What a weak reference refers to cannot be swapped.
+        self._known.pop(tensor, None)
         if base is not None and not tensor.requires_grad:
             # A write reaches what it is a view of. What has a view cannot be swapped.
             shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -349,7 +406,6 @@ class Calls(Transfers):
             self._adopt(base, stage)
             view = base.as_strided(shape, stride, offset)
             if self._is_alone:
-                # What a weak reference refers to cannot be swapped either.
                 self._living.pop()
             torch.utils.swap_tensors(tensor, view)
             if self._is_alone:
@@ -365,3 +421,11 @@ class Calls(Transfers):
             self._living.append(weakref.ref(cast(Value, tensor)))
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
+
+
+def _is_own(tensor: Tensor, needs_gradient: bool) -> bool:
+    """Whether a common tensor, with the tensor that it is a view of, has its memory for itself."""
+    storage, base = tensor.untyped_storage(), base_of(tensor)
+    is_view = base is not None and type(base) is Tensor and not needs_gradient
+    is_shared = storage_use_count(storage) > USES_OF_ONE + is_view
+    return type(tensor) is Tensor and not is_shared and not tensor.requires_grad

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -24,11 +25,14 @@ from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     set_hook_tables,
     storage_key_of,
+    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.layer_contracts import (
     NoBackwardHook,
@@ -40,9 +44,16 @@ from lightning_pipeshift.values.layer_contracts import (
     set_flags,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
-from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import PLACED, StepBuffer, StepParameter, running
+from lightning_pipeshift.values.value import (
+    PLACED,
+    SeenData,
+    StepBuffer,
+    StepParameter,
+    run_by,
+    running,
+)
 
 # How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
 # a contract for each, and a setting that changes in each step makes a kind each.
@@ -110,6 +121,11 @@ class Core:
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
+        self._layers_with: dict[Tensor, list[int]] = {}
+        for number in range(len(self.layers)):
+            for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
+                self._layers_with.setdefault(tensor, []).append(number)
+        self._awaited: dict[int, dict[Callable[[int], object], None]] = {}
         self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
@@ -117,13 +133,18 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
-        self.num_steps = 0
+        self.kept: weakref.WeakSet[Account] = weakref.WeakSet()
+        """Of the values of programs that are over, and that other code still has."""
+        self.num_steps = self.step_number = 0
+        """How many runs have begun; the number of the user's step that runs, for messages."""
         self.digest = 0
         """Of all operations of the runs before: with it, the next run's are compared."""
         self.backward_hooks: dict[int, BackwardHook] = {}
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
+        self._classes: dict[Tensor, type] = {}
+        """Their own."""
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -131,9 +152,23 @@ class Core:
         have to be equal."""
         self.result_bytes: dict[int, int] = {}
         """Of what the layers that are timed have returned last."""
+        self.called: dict[int, list[int]] = {}
+        """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
+        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context of code in which no one watches attributes of modules."""
+        self.calls: CallWatch | None = None
+        """Is told of all calls."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
+
+    def learn_from(self, other: Core) -> None:
+        """Takes what another core of the same layers, in any order, knows of calls."""
+        self.contracts, self._fakes = other.contracts, other._fakes
+        self._kinds, self._num_kinds = other._kinds, other._num_kinds
+        self.finder.fake_mode = other.finder.fake_mode
+        for layer, state in zip(other.layers, other.states, strict=True):
+            self.add_state(self.number[layer], set(state))
 
     def place(self, owners: Owners) -> None:
         """Changes the owners of layers. Every stage calls this between two runs, when the tensors
@@ -145,6 +180,60 @@ class Core:
         for number in reversed(range(len(self.layers))):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
                 self.parameter_owners[tensor] = owners(number, 0)
+
+    def renumber(self, numbers: Sequence[int], mailbox: Mailbox) -> None:
+        """Gives the stages other numbers: each rank keeps what it has. Every stage calls this
+        between two runs, in front of :meth:`place`, when the program between them is released.
+
+        Args:
+            numbers: the new number of each stage.
+            mailbox: connects the stages under their new numbers.
+        """
+        mailbox.take_offers(self.mailbox, numbers)
+        self.mailbox, self.stage = mailbox, mailbox.stage
+        for tensor, owner in self.parameter_owners.items():
+            self.parameter_owners[tensor] = numbers[owner]
+        for account in self.kept:
+            account.renumber(numbers)
+        for memory in {account.memory for account in self.kept}:
+            memory.renumber(numbers)
+
+    # --- what the first use of a layer awaits ---
+
+    def await_before(self, number: int, wait: Callable[[int], object]) -> None:
+        """Makes the next use of a layer at this stage wait: for the update of its weights, or for
+        its weights themselves, from another stage or from the host.
+
+        A use is a call of the layer, also between two steps, and an operation on, a read of, or the
+        sending of one of its parameters and buffers, by whatever code has it. It is the first that
+        waits; who wants the one after to wait, too, calls this again. Other code than steps (hooks
+        between two of them, the optimizer, a checkpoint) uses the tensors without the core: who
+        calls this sees to that, as :class:`LateUpdates` does, which watches torch's functions.
+
+        Args:
+            number: of the layer.
+            wait: called once, with this number, before the use: it returns when the layer can be
+                used. No step runs in it (tensors are plain), and it may write to the layer's
+                tensors, but not call layers; what of torch's modes the step has set is in force.
+                What it raises ends the step. Given twice, it is called once.
+        """
+        self._awaited.setdefault(number, {})[wait] = None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the use of any layer has to wait."""
+        return bool(self._awaited)
+
+    def before_layer(self, number: int) -> None:
+        """Called before a layer is used at this stage: see :meth:`await_before`."""
+        with run_by(None), without_torch_function_of_subclasses():
+            for wait in self._awaited.pop(number, ()):
+                wait(number)
+
+    def before_parameter(self, tensor: Tensor) -> None:
+        """Called before a parameter or a buffer is used as a value at this stage."""
+        for number in self._layers_with.get(tensor, ()):
+            self.before_layer(number)
 
     def shared_state(self) -> list[Tensor]:
         """The buffers that several layers have, or that a stage has written to which does not own
@@ -312,14 +401,18 @@ class Core:
             return
         self._place_forwards()
         placed = {*self.module.parameters(), *self.parameter_owners}
-        classes = {tensor: type(tensor) for tensor in placed}
+        self._classes = classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
+        # Of the base class, unless another core of this process is in such a context.
+        data = Tensor.__dict__.get("data")
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+        torch.cond, condition = _chosen, torch.cond
+        Tensor.data = SeenData()  # type: ignore[assignment]
         self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
@@ -327,7 +420,26 @@ class Core:
         finally:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
+            torch.cond = condition
+            if data is None:
+                del Tensor.data
+            else:
+                Tensor.data = data
             for tensor, cls in classes.items():
+                tensor.__class__ = cls
+
+    @contextmanager
+    def compiling(self, number: int) -> Iterator[None]:
+        """Context in which code of a layer may be compiled: its tensors have their own classes."""
+        own = [x for _, x in self.parameters[number]] + self.buffers[number]
+        classes = [(tensor, type(tensor)) for tensor in own]
+        for tensor in own:
+            tensor.__class__ = self._classes.get(tensor, type(tensor))
+        try:
+            with self.unwatched(), with_compiling():
+                yield
+        finally:
+            for tensor, cls in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:
@@ -340,15 +452,18 @@ class Core:
             self._memories = {storage_key_of(x) for x in held if not x.is_meta}
         return storage_key_of(tensor) in self._memories
 
-    def begin(self, num_under_way: int = 0) -> None:
+    def begin(self, num_under_way: int = 0, num_ahead: int = 1) -> None:
         """Begins a run of microbatches. Every stage calls this.
 
         Args:
             num_under_way: how many runs before it may not be over, here or on another stage.
+            num_ahead: how many runs a stage may be ahead of another one, besides. By default, code
+                behind a run may still run elsewhere.
         """
         self._memories = None
+        self.called.clear()
         self.num_steps += 1
-        self.mailbox.forget(self.num_steps - num_under_way, self.num_steps)
+        self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:
             self.mailbox.pass_phase()
             self.switched.clear()
@@ -404,6 +519,13 @@ class Core:
         for parameter in parameters:
             self.parameter_owners.setdefault(parameter, max(values, default=0))
 
+    def writes_to(self, tensor: Tensor) -> None:
+        """Notes that an operation has given a parameter or a buffer of a layer other bytes at its
+        owner.
+        """
+        self.written.add(tensor)
+        self._memories = None
+
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""
         self.place_parameters(list(self.module.parameters()), ())
@@ -442,6 +564,8 @@ class _PlacedForward:
         microbatch = running()
         if microbatch is not None:
             assert isinstance(microbatch, Microbatch)
+            if microbatch.turn == OUTSIDE and self._averages((*args, *kwargs.values())):
+                return core.forwards[number](*args, **kwargs)
             if core.sees_parameters:
                 return microbatch.layer(number, args, kwargs)
             with core.seeing_parameters():
@@ -456,6 +580,13 @@ class _PlacedForward:
             )
         return core.forwards[number](*args, **kwargs)
 
+    def _averages(self, given: Iterable[Any]) -> bool:
+        """Whether a call between steps is a part of the code there: of a module that has no
+        parameters and is given others. Each stage works on what it has of them.
+        """
+        is_given = any(isinstance(x, nn.Module) for x in given)
+        return is_given and not self._core.parameters[self._number]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """For a copy of the layer: its own forward."""
         own = self._core.own_forward(self._layer)
@@ -463,6 +594,9 @@ class _PlacedForward:
             return copy.deepcopy(own, memo)
         copied = memo.get(id(self._layer))
         return self if copied is None else MethodType(type(copied).forward, copied)
+
+
+_cond = torch.cond
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -476,6 +610,13 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if microbatch is None or not any(type(x) in PLACED for x in args):
         return _Applied(cls)(*args, **kwargs)
     return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _chosen(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """``torch.cond``, which compiles its functions: between layers its predicate is read."""
+    if running() is None:
+        return _cond(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)
 
 
 def _hook_backward(module: nn.Module, *hooks: Any) -> Any:

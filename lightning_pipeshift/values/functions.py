@@ -60,6 +60,14 @@ READS: frozenset[Any] = frozenset(
 )
 """Functions that read values into Python."""
 
+NUMBERS: frozenset[Any] = frozenset(
+    {
+        *_methods("item tolist __bool__ __float__ __int__ __index__ __complex__ is_nonzero"),
+        torch.is_nonzero,
+    }
+)
+"""Those of :data:`READS` that give the same, whatever device their argument is on."""
+
 OF_SHAPE: frozenset[Any] = frozenset(
     _overloads(
         "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"

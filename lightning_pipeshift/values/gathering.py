@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import to_host
+from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.transfers import key_of
-from lightning_pipeshift.values.value import Value
+from lightning_pipeshift.values.value import Value, version_in
 
 Share = Callable[[Any, int], Any]
 """``(object, stage) -> the object that this stage has passed``, on all stages."""
@@ -82,6 +82,40 @@ class Structure:
         return zlib.crc32(repr(text).encode())
 
 
+class Prefetch:
+    """Copies tensors of a device to the host that will be gathered. Nobody waits for that yet: the
+    device gets other work meanwhile.
+
+    Args:
+        leaves: those of a :class:`Structure`.
+    """
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self._leaves = leaves
+        found = {_identity(leaf): _tensor_of(leaf) for leaf in leaves}
+        self._fetch = Fetch(
+            {key: x for key, x in found.items() if x is not None and x.device.type != "cpu"}
+        )
+
+    def tensor(self, leaf: Any) -> Tensor | None:
+        """The tensor of a leaf, in host memory if it was copied; ``None`` if it has none here."""
+        found: dict[Any, Tensor] = self._fetch.wait()
+        return found.get(_identity(leaf), _tensor_of(leaf))
+
+
+def _tensor_of(leaf: Any) -> Tensor | None:
+    if isinstance(leaf, Kept):
+        return leaf.tensor
+    return leaf if isinstance(leaf, Tensor) else None
+
+
+def _identity(leaf: Any) -> Any:
+    """Differs for leaves with different tensors, and for a tensor before and after a write."""
+    if isinstance(leaf, Kept):
+        return leaf.key
+    return (id(leaf), version_in(leaf)) if isinstance(leaf, Tensor) else None
+
+
 def of_stage(
     source: int, structure: Structure, stage: int, share: Share, offered: Offered
 ) -> Structure:
@@ -127,7 +161,7 @@ def _require_same(core: Core, mine: Any, owner: int, theirs: Any) -> None:
     )
 
 
-def gathered(leaves: list[Any], core: Core, share: Share) -> list[Any]:
+def gathered(leaves: list[Any], core: Core, share: Share, prefetch: Prefetch) -> list[Any]:
     """The leaves of a structure, with tensors in host memory in the place of values. Every stage
     calls this, with leaves that differ in the values' tensors only.
 
@@ -135,6 +169,7 @@ def gathered(leaves: list[Any], core: Core, share: Share) -> list[Any]:
         leaves: of a :class:`Structure`.
         core: this stage's.
         share: gives all stages an object of one of them.
+        prefetch: has some of the tensors.
 
     Raises:
         LayerError: the stages have run different programs so far, or a value is not kept any more.
@@ -145,7 +180,7 @@ def gathered(leaves: list[Any], core: Core, share: Share) -> list[Any]:
     # Also where the last stage has none of them: all stages compare their programs.
     for owner in (last, *sorted({each.key.source for each in found.values()} - {last})):
         places = [at for at, each in found.items() if each.key.source == owner]
-        held = [found[at].tensor for at in places] if owner == stage else []
+        held = [prefetch.tensor(found[at]) for at in places] if owner == stage else []
         theirs, tensors = share((mine, to_host(held)), owner)
         _require_same(core, mine, owner, theirs)
         if theirs[1] != mine[1] or any(tensor is None for tensor in tensors):
@@ -157,5 +192,6 @@ def gathered(leaves: list[Any], core: Core, share: Share) -> list[Any]:
             )
         for at, tensor in zip(places, tensors, strict=True):
             leaves[at] = tensor
-    on_host: list[Any] = to_host(leaves)
+    common = [prefetch.tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    on_host: list[Any] = to_host(common)
     return on_host

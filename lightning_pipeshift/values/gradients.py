@@ -57,7 +57,7 @@ class _FromLater(torch.autograd.Function):
         message = ctx.way.letters.receive(ctx.way.key, ctx.way.place)
         gradient = None
         if message.data is not None:
-            gradient = message.tensor(ctx.dtype, ctx.shape).to(ctx.device)
+            gradient = message.tensor(ctx.dtype, ctx.shape, ctx.device)
         return gradients[0], gradient, None
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,17 @@ def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:
     for parameter, flag in zip(parameters, flags[len(modules) :], strict=True):
         if parameter.requires_grad != flag:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def flagged_as(flagged: Flagged, flags: Sequence[bool]) -> Iterator[None]:
+    """Context in which modules and parameters have other flags."""
+    now = flags_of(flagged)
+    set_flags(flagged, flags)
+    try:
+        yield
+    finally:
+        set_flags(flagged, now)
 
 
 def leaving_flags(

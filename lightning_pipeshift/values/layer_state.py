@@ -12,16 +12,17 @@ from __future__ import annotations
 import enum
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import (
     COMPILED_CALL,
+    COMPILER_OF,
     FLAT_WEIGHTS,
     MODULE_TABLES,
     buffers_of,
@@ -31,7 +32,14 @@ from lightning_pipeshift.values.value import Value, version_in
 
 # Attributes that are no state: they are the same on all stages, or have an own way to change.
 NO_STATE = frozenset(
-    {*MODULE_TABLES, *nn.Module().__dict__, *FLAT_WEIGHTS, "forward", COMPILED_CALL}
+    {
+        *MODULE_TABLES,
+        *nn.Module().__dict__,
+        *FLAT_WEIGHTS,
+        "forward",
+        COMPILED_CALL,
+        COMPILER_OF,
+    }
 )
 _PLAIN = (int, float, bool, str, bytes, type(None))
 
@@ -247,31 +255,35 @@ def with_state(
     return run
 
 
-def recomputed(
-    layer: nn.Module, forward: Callable[..., Any], attributes: Sequence[Attribute]
+def run_twice(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    attributes: Sequence[Attribute],
+    again: Callable[[], AbstractContextManager[Any]],
 ) -> Callable[..., Any]:
-    """A layer's forward that the backward runs again, in place of tensors that it would keep. The
-    second run finds the attributes of the first, and leaves none behind.
+    """A layer's forward for one call, which the backward runs again, in place of tensors that it
+    would keep. The second run finds the attributes of the first, and leaves none behind.
+
+    Args:
+        layer: the layer.
+        forward: its forward.
+        attributes: those that it may change.
+        again: makes the context of the second run.
     """
+    given: list[Any] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [attribute.get(layer) for attribute in attributes]
-        has_run = False
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            nonlocal has_run
-            if not has_run:
-                has_run = True
+        found = [attribute.get(layer) for attribute in attributes]
+        if not given:
+            given.append(found)
+            return forward(*args, **kwargs)
+        for attribute, value in zip(attributes, given[0], strict=True):
+            attribute.set(layer, value)
+        try:
+            with again():
                 return forward(*args, **kwargs)
-            kept = [attribute.get(layer) for attribute in attributes]
-            for attribute, value in zip(attributes, given, strict=True):
+        finally:
+            for attribute, value in zip(attributes, found, strict=True):
                 attribute.set(layer, value)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                for attribute, value in zip(attributes, kept, strict=True):
-                    attribute.set(layer, value)
-
-        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
     return run

@@ -12,16 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.torch_private import (
     BackwardHook,
+    has_compiled,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, PipeShiftError
+from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.user_state.random_streams import (
+    drawing_from,
+    numbered_seed,
+    stream_seed,
+)
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
@@ -32,6 +39,7 @@ from lightning_pipeshift.values.contract import Contract, other_numbers
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
     call_hooks,
+    flagged_as,
     flagged_in,
     flags_of,
     hearing,
@@ -39,7 +47,7 @@ from lightning_pipeshift.values.layer_contracts import (
     set_flags,
     with_backward_hooks,
 )
-from lightning_pipeshift.values.layer_state import Attribute, recomputed, with_state
+from lightning_pipeshift.values.layer_state import Attribute, run_twice, with_state
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import (
     PLACED,
@@ -85,6 +93,8 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
+        self.finite = finite_check((core.seed, "", core.step_number, turn), core.stage)
+        """With torch's anomaly mode: looks for values that are no numbers."""
 
     def release(self) -> None:
         """Lets go of all tensors."""
@@ -99,10 +109,12 @@ class Microbatch(Calls):
         if special is not None:
             return special(self, *args, **kwargs)
         if function in READS:
+            if self.core.calls is not None:
+                self.core.calls.read(self, name_of(function))
             return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
-        self._place_parameters([x for x in arguments.tensors if type(x) in PLACED])
+        self.place_parameters([x for x in arguments.tensors if type(x) in PLACED])
         key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
         known = core.contracts.get(key)
         if known is None:
@@ -118,11 +130,19 @@ class Microbatch(Calls):
         def run(_: Any, run_args: Any, run_kwargs: Any) -> Any:
             core.operation = label
             try:
+                if self.saves is not None:
+                    return self.saves.operation(function, run_args, run_kwargs)
                 return function(*run_args, **run_kwargs)
             finally:
                 core.operation = None
 
         return self._call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
+
+    def _call(self, call: Call) -> Any:
+        result = super()._call(call)
+        if self.core.calls is not None:
+            self.core.calls.called(self, call, result)
+        return result
 
     def _next_stream(self, name: str) -> tuple[int, int]:
         """The random stream of the next call of a name: see :class:`Call`."""
@@ -133,7 +153,12 @@ class Microbatch(Calls):
         """A structure with the tensors of this stage in the place of values."""
         return map_leaves(lambda x: x.account.tensor if isinstance(x, Value) else x, tree)
 
-    def _place_parameters(self, placed: Sequence[Tensor]) -> None:
+    def place_parameters(self, placed: Sequence[Tensor]) -> None:
+        """Places parameters outside of layers where an operation uses them first.
+
+        Args:
+            placed: the values and the parameters of the operation.
+        """
         parameters = [x for x in placed if type(x) is StepParameter]
         if parameters:
             owners = [x.account.owner for x in placed if isinstance(x, Value)]
@@ -167,6 +192,8 @@ class Microbatch(Calls):
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        if self._is_alone:
+            self.core.called.setdefault(self.turn, []).append(number)
         self.enters_layer(number)
         return self._called(number, args, kwargs, self.core.backward_hooks.pop(number, None))
 
@@ -200,6 +227,7 @@ class Microbatch(Calls):
             core.own_hooks(number),
         )
         known = core.contracts.get(key)
+        is_new = known is None
         if known is None:
             if core.find_flagged(number):
                 return self._called(number, args, kwargs, hooks)
@@ -224,26 +252,48 @@ class Microbatch(Calls):
         if is_bare and (contract is None or not contract.is_bare):
             is_bare, all_args = False, ((), *args)
 
+        @contextmanager
+        def again() -> Iterator[None]:
+            draws_on_host = contract is None or contract.draws_on_host
+            with (
+                flagged_as(flagged, flags),
+                drawing_from(core.generators, draws_on_host, numbered_seed(*stream)),
+            ):
+                yield
+
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
             forward = core.forwards[number]
+            if is_new or has_compiled():
+                # The first call may be the first that torch compiles (`torch.cond` does).
+                forward = core.compiling(number)(forward)
             if hooks is not None:
                 forward = with_backward_hooks(forward, hooks)
             if not is_bare:
                 forward = hearing(layer, forward, hooked)
-            if recomputes:
+            saves = None if recomputes else self.saves
+            runs_twice = recomputes or (saves is not None and number in saves.recompute)
+            if runs_twice:
                 # The second run, in the backward, needs the tensors of other stages, too.
-                again = partial(_called_with, layer, forward, others) if others else forward
-                forward = recomputed(layer, again, state)
+                forward = partial(_called_with, layer, forward, others) if others else forward
+                forward = run_twice(layer, forward, state, again)
+            if recomputes:
+                forward = partial(checkpoint, forward, use_reentrant=False)
+            elif saves is not None:
+                forward = partial(saves.layer, number, forward)
             if not is_bare:
                 forward = with_state(layer, forward, state, watch, changed)
-            if others and not recomputes:
+            if others and not runs_twice:
                 # Around the state: a layer may replace a buffer that was brought here.
                 forward = partial(_called_with, layer, forward, others)
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
             versions = versions_in(others.values())
+            if self.finite is not None:
+                self.finite.given(label, (run_args, run_kwargs))
             result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
+            if self.finite is not None:
+                self.finite.returned(label, (run_args, run_kwargs), leaves_of(result))
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:
@@ -268,9 +318,25 @@ class Microbatch(Calls):
             return result
 
         stream = self._next_stream("a layer")
+        if core.awaits and stage == self.stage:
+            core.before_layer(number)
+        for buffer in core.buffers[number] if self.accounts else ():
+            if buffer in self.accounts:
+                self.accounts[buffer].refresh()
         # What operations have used, another stage may have the last word on.
         parameters = core.parameters[number] if self.accounts else core.foreign(number, stage)
-        call = Call(run, all_args, kwargs, arguments, contract, stage, label, stream, parameters)
+        call = Call(
+            run,
+            all_args,
+            kwargs,
+            arguments,
+            contract,
+            stage,
+            label,
+            stream,
+            parameters,
+            layer=number,
+        )
         result = self._call(call)
         if not is_bare:
             ((result, heard), after, more), left = result
@@ -342,7 +408,13 @@ class Microbatch(Calls):
                     torch.autograd.backward(
                         roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
                     )
+            except PipeShiftError:
+                # The words of another stage's error may be any.
+                raise
             except RuntimeError as error:
+                found = None if self.finite is None else self.finite.backward(error)
+                if found is not None:
+                    raise found from error
                 if "modified by an inplace operation" not in str(error):
                     raise
                 raise LayerError(
@@ -362,6 +434,7 @@ class Microbatch(Calls):
         self._end_era()
         self._new_token()
         for tensor, account in self.accounts.items():
+            account.refresh()
             self._begin_parameter(tensor, account)
 
 

@@ -14,7 +14,14 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.contract import spec_of
-from lightning_pipeshift.values.value import PLACED, StepParameter, Value, run_by, user_line
+from lightning_pipeshift.values.value import (
+    DATA,
+    PLACED,
+    StepParameter,
+    Value,
+    run_by,
+    user_line,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.microbatch import Microbatch
@@ -119,7 +126,7 @@ def _told_gradients(
             if spec is not None:
                 account = microbatch.new_account(stage, False, gradient, Memory())
                 with without_torch_function_of_subclasses():
-                    microbatch.offer(account)
+                    microbatch.offer(account, is_changed_unseen=True)
                 found[tensor] = value = microbatch.new_value(spec, account)
                 value.stays = True
     return found
@@ -170,12 +177,48 @@ def _refused(function: Any, what: str, advice: str) -> Callable[..., Any]:
     return refuse
 
 
+def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
+    """``tensor.data = data``: the tensor has the other one's memory from then on. Where they are
+    at different stages it has a copy, and what is used after a write to the other is an error.
+    """
+    if data is tensor:
+        return
+    microbatch.place_parameters([x for x in (tensor, data) if type(x) in PLACED])
+    for one, other in ((tensor, data), (data, tensor)):
+        if type(one) not in PLACED:
+            microbatch.make_value(one, microbatch.account_of(other).owner)
+    before, source = microbatch.account_of(tensor), microbatch.account_of(data)
+    microbatch.note("data", before.name, source.name)
+    is_computed = isinstance(tensor, Value) and not tensor.is_leaf
+    is_fixed = isinstance(tensor, Value) or microbatch.mailbox.num_stages > 1
+    with without_torch_function_of_subclasses():
+        layouts = {(x.shape, x.stride(), x.dtype) for x in (tensor, data)}
+    if is_computed or (is_fixed and len(layouts) > 1):
+        raise LayerError(
+            f"`x.data = y` ({user_line()}) changes the shape, the strides or the type of `x`, or"
+            " `x` has a history. Write in place instead (`with torch.no_grad(): x.copy_(y)`)."
+        )
+    plain = microbatch.bring(data, before.owner, False, "data")
+    held = before.tensor if microbatch.stage == before.owner else None
+    account = microbatch.new_account(before.owner, before.requires_grad, held, source.memory)
+    account.era = before.era
+    if held is not None:
+        assert plain is not None
+        # What is on its way must not change.
+        microbatch.mailbox.flush()
+        with run_by(None), without_torch_function_of_subclasses():
+            held.data = plain if source.owner == before.owner else plain.clone()
+            if not held.is_inference():
+                # A backward that has saved it must not go on with other bytes.
+                torch.autograd.graph.increment_version(held)
+            microbatch.offer(account)
+    microbatch.share_memory(tensor, account)
+
+
 _GRAD: Any = Tensor.grad
-_WRITE = "write in place instead (`with torch.no_grad(): x.copy_(y)`)."
 _BACKWARD = "call it inside of one layer, or call `backward` and use `.grad`."
 _REFUSED: Any = (
-    (Tensor.data.__set__, "Setting `.data`", _WRITE),  # type: ignore[attr-defined]
-    (Tensor.set_, "`set_`", _WRITE),
+    (Tensor.set_, "`set_`", "write in place instead (`with torch.no_grad(): x.copy_(y)`)."),
     (torch.autograd.grad, "`torch.autograd.grad`", _BACKWARD),
 )
 
@@ -185,7 +228,8 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     _GRAD.__set__: _set_gradient,
     _GRAD.__delete__: _set_gradient,
     Tensor.__iter__: _over_rows,
-    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    DATA.__get__: _detached,
+    DATA.__set__: _set_data,
     Tensor.requires_grad_: _require_gradient,
     Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,

@@ -14,15 +14,18 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
     copied,
     given,
 )
+from lightning_pipeshift.values.functions import NUMBERS
 from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
 from lightning_pipeshift.values.program import NotedProgram
+from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
 
 
-# Values up to this size are kept to the end of the next run, for stages that read them alone.
+# Values up to this size are kept for stages that read them alone, as long as `KEPT_RUNS` says.
 _KEPT_BYTES = 4096
 
 
@@ -53,6 +56,12 @@ class Transfers(NotedProgram):
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
+        self._named: list[weakref.ref[Account]] = []
+        """Those of all values."""
+        self.saves: Saves | None = None
+        """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
+        self._shared: list[tuple[Memory, str]] = []
+        """The memory that `x.data = y` has given to parameters, and the user's lines."""
         self._new_token()
 
     def release(self) -> None:
@@ -62,6 +71,8 @@ class Transfers(NotedProgram):
         living = [value for each in self._living if (value := each()) is not None]
         # Those that refer to a tensor must be gone when it is swapped.
         self._living.clear()
+        self.core.kept.update(account for each in self._named if (account := each()) is not None)
+        self._named.clear()
         with without_torch_function_of_subclasses(), torch.enable_grad():
             for value in living:
                 tensor = value.account.tensor
@@ -70,7 +81,31 @@ class Transfers(NotedProgram):
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
         self._new_token()
+        self._require_unshared()
         self.accounts.clear()
+
+    def _require_unshared(self) -> None:
+        """Raises LayerError if parameters have their memory in common with what is used behind the
+        step: no operation tells when their optimizer writes to it.
+        """
+        for memory, line in self._shared if not self._is_alone else ():
+            living = [account for each in memory.accounts if (account := each()) is not None]
+            mine = [account for account in self.accounts.values() if account.memory is memory]
+            for account in mine:
+                account.refresh()
+            if mine and len(living) > 1:
+                raise LayerError(
+                    f"`x.data = y` ({line}) gives the parameter `x` the memory of `y`, and `y` is"
+                    " kept behind the step, or is a parameter, too. One stage only would see what"
+                    " an optimizer writes to both. Give `x` memory of its own:"
+                    " `x.data = y.clone()`."
+                )
+        self._shared.clear()
+
+    @property
+    def ends(self) -> list[Tensor]:
+        """Where gradients of other stages enter this stage's graph."""
+        return [self._token] if self._has_ends else []
 
     def _new_token(self) -> None:
         self._token = torch.zeros((), device=self.core.device, requires_grad=True)
@@ -85,6 +120,8 @@ class Transfers(NotedProgram):
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
+        if self.core.awaits:
+            self.core.before_parameter(tensor)
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]
@@ -94,7 +131,7 @@ class Transfers(NotedProgram):
 
     def _begin_parameter(self, tensor: Tensor, account: Account) -> None:
         """Resets the account of a parameter or buffer to the stages that hold it."""
-        holders = {account.owner}
+        holders, account.name = {account.owner}, None
         if tensor not in self.core.written:
             holders.update(self.core.holders(tensor))
         account.begin(account.owner, tensor if self.stage in holders else None)
@@ -146,14 +183,17 @@ class Transfers(NotedProgram):
                 account.sent_at = version_in(account.tensor)
             with without_torch_function_of_subclasses():
                 content = account.tensor
-                # A layer may write to what is its own while that is on its way.
-                if content.nbytes > self.mailbox.room_bytes and self.core.is_in_layer(content):
+                # A layer may write to what is its own while that is on its way in host memory.
+                is_behind = content.nbytes > self.mailbox.room_bytes and content.is_cpu
+                if is_behind and self.core.is_in_layer(content):
                     content = content.clone()
                 self.mailbox.send(stage, key, self._place(label), content)
         elif self.stage == stage:
             message = self.receive(key, self._place(label))
             with without_torch_function_of_subclasses():
-                account.tensor = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                account.tensor = message.tensor(tensor.dtype, tensor.shape, self.core.device)
+                if self.saves is not None:
+                    self.saves.received(account.tensor)
         account.holders.add(stage)
 
     def _require_as_sent(self, account: Account, label: str) -> None:
@@ -200,6 +240,7 @@ class Transfers(NotedProgram):
         """The account of the microbatch's next value."""
         account = Account(owner, requires_grad, tensor, memory)
         self._name(account)
+        self._named.append(weakref.ref(account))
         return account
 
     def new_value(self, spec: Spec, account: Account) -> Value:
@@ -220,7 +261,7 @@ class Transfers(NotedProgram):
         """Sends what one stage knows to all; returns it."""
         key = self._key(stage, Kind.TOLD)
         if self.stage != stage:
-            return _unpickled(self.receive(key, self._place(label)))
+            return self.receive(key, self._place(label)).content
         data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
         for other in range(self.mailbox.num_stages):
             if other != stage:
@@ -235,7 +276,7 @@ class Transfers(NotedProgram):
         if self.stage == source:
             data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
             self.mailbox.send(to, key, place, data)
-        return lambda: _unpickled(self.mailbox.take(key, place))
+        return lambda: self.mailbox.take(key, place).content
 
     def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function that reads values into Python, on this rank. Other ranks need not read
@@ -244,16 +285,24 @@ class Transfers(NotedProgram):
         label = name_of(function)
         arguments = Arguments(given(args, kwargs), id)
         placed = [x for x in arguments.tensors if type(x) in PLACED]
-        plain = {id(x): self._read_here(x, label) for x in placed}
+        # What has come from another stage is in host memory: there, nobody waits for the device.
+        is_scalar = function is Tensor.__format__ and args[0].dim() == 0
+        device = None if function in NUMBERS or is_scalar else self.core.device
+        plain = {id(x): self._read_here(x, label, device) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
             plain_args, *plain_kwargs = copied(
                 given(args, kwargs), lambda x: plain.get(id(x), x), {}
             )
             return function(*plain_args, **dict(plain_kwargs))
 
-    def _read_here(self, tensor: Tensor, label: str) -> Tensor:
+    def _read_here(self, tensor: Tensor, label: str, device: torch.device | None) -> Tensor:
         """A value's tensor without its gradient. The owner tells it to all stages; another stage
         asks for it, since the owner may not read it.
+
+        Args:
+            tensor: the value.
+            label: of what reads it.
+            device: where it is to be; ``None``: anywhere.
         """
         if isinstance(tensor, StepParameter) and tensor not in self.core.parameter_owners:
             # No operation has used it, so every stage has it. A read must not place it: the other
@@ -276,38 +325,51 @@ class Transfers(NotedProgram):
                 self.mailbox.ask(key, place)
             message = self.receive(key, place)
             with without_torch_function_of_subclasses():
-                here = message.tensor(tensor.dtype, tensor.shape).to(self.core.device)
+                here = message.tensor(tensor.dtype, tensor.shape)
             account.seen = account.version, here
-        return here.detach()
+        with without_torch_function_of_subclasses():
+            return (here if device is None else to_device(here, device)).detach()
 
     def _read_key(self, account: Account, tensor: Tensor) -> Key:
         if account.name is None:
             # A parameter: it changes between two steps, but not in one.
             number = -1 - self.core.parameter_numbers[tensor]
-            part = self._num_backwards
-            return Key(account.owner, self._run_number, self.turn, Kind.READ, part, number)
-        return key_of(account)
+            run, part = self._run_number, self._num_backwards
+            return Key(account.owner, run, self.turn, Kind.READ, part, number, run)
+        return key_of(account)._replace(read_in=self._run_number)
 
-    def offer(self, account: Account) -> None:
+    def offer(self, account: Account, is_changed_unseen: bool = False) -> None:
         """Lets other stages ask for a value of this one, if it is small. Called inside of
         :data:`without_torch_function_of_subclasses`.
+
+        Args:
+            account: of the value.
+            is_changed_unseen: whether other code than operations may write to its memory.
         """
         tensor = account.tensor
         if account.name is None or tensor is None or self._is_alone:
             return
         if tensor.nbytes <= _KEPT_BYTES:
-            # Torch does not count writes to tensors of inference mode, so they are copied.
-            kept = tensor.clone() if tensor.is_inference() else tensor.detach()
-            self.mailbox.offer(key_of(account), kept)
+            key, kept = key_of(account), tensor.detach()
+            # Torch does not count writes to tensors of inference mode, so they are copied. And a
+            # small view would keep all of a large memory.
+            is_part = kept.untyped_storage().nbytes() > _KEPT_BYTES
+            if is_changed_unseen or is_part or kept.is_inference():
+                kept = kept.clone()
+            else:
+                account.memory.offers.append(key)
+            self.mailbox.offer(key, kept)
 
-
-def _unpickled(message: Message) -> Any:
-    assert message.data is not None
-    return pickle.loads(message.data.numpy().tobytes())
+    def copy_offers(self, tensor: Tensor) -> None:
+        """Called before a write to a value."""
+        memory = self.account_of(tensor).memory
+        for key in memory.offers:
+            self.mailbox.copy_offer(key)
+        memory.offers.clear()
 
 
 def key_of(account: Account) -> Key:
-    """Of the message that carries a value to a stage that reads it."""
+    """Of a value, for the stages that read it."""
     assert account.name is not None
     run, turn, number = account.name
     return Key(account.owner, run, turn, Kind.READ, account.version, number)

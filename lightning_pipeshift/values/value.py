@@ -168,6 +168,9 @@ class Value(Tensor):
                 return func(*args, **(kwargs or {}))
         program = _running[0]
         if program is None:
+            if func is Tensor.to:
+                # When a run has failed, Lightning moves metrics to the CPU, and its error counts.
+                return args[0]
             raise LayerError(
                 f"`{name_of(func)}` needs a value of a step where no step runs: {_NO_STEP}"
             )
@@ -224,6 +227,25 @@ class StepBuffer(Tensor):
 
 PLACED: frozenset[type] = frozenset({Value, StepParameter, StepBuffer})
 """The classes of tensors that one stage owns. They have no subclasses."""
+
+DATA: Any = Tensor.data
+"""The attribute ``data`` of tensors."""
+
+
+class SeenData:
+    """The attribute ``data`` of tensors while steps run: torch asks no subclass where a value is
+    assigned to it of a tensor that every stage has, and takes the value's memory, which is nowhere.
+    """
+
+    def __get__(self, tensor: Tensor | None, cls: type | None = None) -> Any:
+        return DATA if tensor is None else DATA.__get__(tensor, cls)
+
+    def __set__(self, tensor: Tensor, data: Tensor) -> None:
+        program = _running[0]
+        if program is None or type(data) not in PLACED or type(tensor) in PLACED:
+            DATA.__set__(tensor, data)
+        else:
+            program.operation(DATA.__set__, (tensor, data), {})
 
 
 def version_in(tensor: Tensor) -> int:

@@ -31,7 +31,6 @@ from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import move_parts
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests import asynchronous_reference
@@ -189,7 +188,7 @@ class Watches(L.Callback):
             placement = Placement(tuple(map(tuple, wanted if several else [wanted])))
             coming = strategy.pipeline.coming_plan
             if self.at_once:
-                strategy.adopt(coming.with_placement(placement), from_microbatch=0)
+                strategy.adopt(coming.with_placement(placement), at_once=True)
             else:
                 strategy.migrate(*moves_to(coming, placement))
         counts = strategy.plan.placement.counts
@@ -400,7 +399,7 @@ def test_over_slow_links_layers_move_in_parts(num_ranks: int) -> None:
 
 
 def test_what_is_asked_for_meanwhile_replaces_the_parts_that_have_not_begun() -> None:
-    """The part that has begun is done; and ``from_microbatch=0`` means at once."""
+    """The part that has begun is done; and ``at_once`` means at once."""
     case = Case([5, 1], moves={3: [1, 5], 7: [6, 0]}, has_slow_links=True)
     back, at_once = on_ranks([case, case._replace(at_once=True)])
     plans = [plan for _, plan in moved(back[0].counts)]
@@ -835,10 +834,10 @@ def train_slowly(
         move_parts._PART_OF_STEP = 0.0  # type: ignore[misc]
     if refusal:
 
-        def refuse(self: Replanning, old: Plan, new: Plan) -> list[CutOver]:
+        def refuse(self: Replanning, old: Plan, new: Plan) -> list[Plan]:
             raise PlanError(refusal)
 
-        Replanning.cut_overs_here = refuse  # type: ignore[method-assign]
+        Replanning.parts_here = refuse  # type: ignore[method-assign]
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
     go_by_sleep()

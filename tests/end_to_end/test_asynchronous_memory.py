@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
+from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous
-from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
+from tests.end_to_end.test_memory_compression import POLICIES, Between, Block, Trains
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
 
@@ -42,7 +42,7 @@ class Moves(L.Callback):
     """
 
     # By measured links, layers would move in other parts in each run.
-    from_microbatch: int | None = 0
+    at_once = True
 
     def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
         self._wanted = dict(wanted)
@@ -52,7 +52,7 @@ class Moves(L.Callback):
         if counts is not None:
             coming = trainer.strategy.pipeline.coming_plan
             plan = coming.with_placement(Placement((tuple(counts),)))
-            trainer.strategy.adopt(plan, self.from_microbatch)
+            trainer.strategy.adopt(plan, self.at_once)
 
 
 class Validates(Trains):
@@ -155,10 +155,12 @@ def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
 
 
 def test_what_code_between_layers_saves_moves_too_once_it_is_measured() -> None:
-    how = {"module": Transforms, "profile_steps": 4, "callbacks": [AwaitsPlanning()]}
+    # Code between layers counts for the layer before it.
+    module, first = Between, BEHIND
+    how = {"module": module, "profile_steps": 4, "callbacks": [AwaitsPlanning()]}
     plain, found = on_ranks(2, [how, {"compression": POLICIES["host"], **how}])
     require_same(found, plain)
-    assert {FRONT, FRONT + 1} <= found[0].swapped
+    assert {first, first + 1} <= found[0].swapped
 
 
 def test_one_stage_and_two_virtual_machines() -> None:
@@ -257,7 +259,7 @@ def test_a_budget_follows_layers_that_move() -> None:
 class Seen(Moves):
     """Notes the counts in force at the end of each batch, and what is refused."""
 
-    from_microbatch = None
+    at_once = False
 
     def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
         super().__init__(wanted)

@@ -34,7 +34,6 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, built, plain, quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, CheckpointedByHand, Classifier, points
-from tests.not_on_values import ON_VALUES
 
 DECAY = 0.8
 
@@ -559,6 +558,7 @@ def fit(
     sharded: bool = False,
     again: bool = False,
     virtual_machines: int = 1,
+    num_sanity_val_steps: int = 0,
 ) -> dict[str, Any]:
     """Trains as a rank of a job; returns everything that is to be the same on every split.
 
@@ -571,6 +571,7 @@ def fit(
         sharded: whether checkpoints are folders.
         again: whether to train a second time afterwards, and to evaluate in between.
         virtual_machines: how many pipelines side by side.
+        num_sanity_val_steps: on how many batches the model is evaluated before.
     """
     case = CASES[name]
     L.seed_everything(7, verbose=False)
@@ -584,6 +585,7 @@ def fit(
     how: dict[str, Any] = {
         **QUIET,
         "enable_checkpointing": True,
+        "num_sanity_val_steps": num_sanity_val_steps,
         "plugins": [PipeShiftCheckpointIO(sharded=sharded)],
     }
     strategy = PipeShiftStrategy(
@@ -667,18 +669,20 @@ IN_THE_STEP = {"dict in the step", "momentum in the step"}
 def test_two_stages_give_the_bits_of_one(name: str) -> None:
     ranks = compare(name, 2)
     parameters, averages = (any(found["num_elsewhere"][kind] for found in ranks) for kind in (0, 1))
-    assert parameters == (name not in IN_THE_STEP)
+    assert parameters
     if name != "called again":
         assert averages == (bool(ranks[0]["averages"]) and name not in IN_THE_STEP)
+
+
+@pytest.mark.parametrize("name", ["evaluated copy", "AveragedModel"])
+def test_what_a_sanity_check_calls_hides_no_copies(name: str) -> None:
+    compare(name, 2, num_sanity_val_steps=1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_three_stages_and_moving_layers_give_the_bits_of_one(name: str) -> None:
     n = sum(on_one_stage(name)["counts"])
-    # A stage without layers does not run the step, and so not what stands at its head.
-    last = [1, n - 2, 1] if name in IN_THE_STEP else [0, n, 0]
-    moves = {2: [n - 2, 1, 1], 5: [1, 1, n - 2], 7: last}
-    compare(name, 3, cuts=None if ON_VALUES else moves)
+    compare(name, 3, cuts={2: [n - 2, 1, 1], 5: [1, 1, n - 2], 7: [0, n, 0]})
 
 
 SAVED = [name for name in CASES if CASES[name].saves]
@@ -762,8 +766,19 @@ class TrainsAModelOfItsOwn(L.Callback):
         self.optimizer.step()
 
 
-def refused(callback: Callable[[], L.Callback]) -> None:
-    module = built(Plain)
+class InAHookAndInTheStep(DictInAHook):
+    """An average that hooks write to, and steps use."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        net: Any = self.net
+        distance = (net[0].weight - self.average["0.weight"]).square().sum()
+        return super().training_step(batch, batch_idx) + distance
+
+
+def refused(
+    callback: Callable[[], L.Callback] = L.Callback, make_module: Callable[[], Any] = Plain
+) -> None:
+    module = built(make_module)
     trainer = quiet_trainer(
         {"pipeshift": {"microbatches": 2, "partition": "uniform"}, "devices": 2},
         max_epochs=1,
@@ -787,6 +802,11 @@ def test_what_no_stage_can_know_is_an_error(
 ) -> None:
     outcomes = run_ranks(refused, 2, callback, expect_failure=True)
     assert any(o.error_type == error and message in o.message for o in outcomes), outcomes
+
+
+def test_an_average_that_hooks_write_to_and_steps_use_is_an_error() -> None:
+    outcomes = run_ranks(refused, 2, make_module=InAHookAndInTheStep, expect_failure=True)
+    assert any("let it be a buffer of the LightningModule" in o.message for o in outcomes)
 
 
 def losing(callback: Callable[[], L.Callback]) -> list[str]:

@@ -49,18 +49,18 @@ class Adopts(L.Callback):
 
     Args:
         cuts: the placements.
-        firsts: the microbatch from which on each is in force; one after the other.
+        at_once: whether all layers of each move in one part; one after the other.
         reorders: whether each comes with another order of the ranks.
     """
 
     def __init__(
         self,
         cuts: Mapping[int, Sequence[Sequence[int]]],
-        firsts: Sequence[int | None] = (0,),
+        at_once: Sequence[bool] = (True,),
         reorders: bool = False,
     ) -> None:
         self.cuts = dict(cuts)
-        self.firsts = itertools.cycle(firsts)
+        self.at_once = itertools.cycle(at_once)
         self.reorders = reorders
         self.seen: list[tuple[int, ...]] = []
         self.orders: list[tuple[tuple[int, ...], ...]] = []
@@ -79,7 +79,7 @@ class Adopts(L.Callback):
                 draw = random.Random(idx)
                 ranks = (draw.sample(ranks, len(ranks)) for ranks in strategy.topology.ranks)
                 plan = replace(plan, ranks=tuple(map(tuple, ranks)))
-            strategy.adopt(plan, next(self.firsts))
+            strategy.adopt(plan, next(self.at_once))
 
 
 class Block(nn.Module):
@@ -162,18 +162,18 @@ def train(
     accumulate: int,
     folder: str | None,
     touches: bool = False,
-    firsts: Sequence[int | None] = (0,),
+    at_once: Sequence[bool] = (True,),
     schedule: str = "1f1b",
     reorders: bool = False,
 ) -> dict[str, Any]:
-    """Trains on all ranks; what is left behind. With ``None`` in ``firsts``, one layer moves over a
+    """Trains on all ranks; what is left behind. Unless all move ``at_once``, one layer moves over a
     link at a time.
     """
-    if None in firsts:
+    if not all(at_once):
         move_parts._UNMEASURED_BYTES = 1.0  # type: ignore[misc]
     L.seed_everything(5, verbose=False)
     module = built(lambda: Trains(optimizer))
-    adopts = Adopts(cuts, firsts, reorders)
+    adopts = Adopts(cuts, at_once, reorders)
     callbacks: list[L.Callback] = [adopts, *([Touches()] if touches else [])]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
@@ -244,19 +244,19 @@ def test_random_moves_change_no_bit(
     schedule = "gpipe" if seed % 2 else "1f1b"
     for name, wanted, recompute, more in (
         ("stays", {}, "none", ()),
-        ("moves", cuts, "full", (False, (None, 0))),
-        ("moves within steps", cuts, "none", (False, (2, 1, 3, 2), schedule)),
-        ("changes places", cuts, "full", (False, (0,), schedule, True)),
+        ("moves in parts", cuts, "full", (False, (False, True))),
+        ("moves", cuts, "none", (False, (True,), schedule)),
+        ("changes places", cuts, "full", (False, (True,), schedule, True)),
     ):
         given = (wanted, optimizer, partition, recompute, machines, accumulate)
         runs.append(run_ranks(train, ranks, *given, str(tmp_path / name), *more))
-    stays, moves, within, places = runs
+    stays, parts, moves, places = runs
     assert len(set(moves[0]["seen"])) > 1, "something has to move"
     # With these two seeds, no more than one layer moves at a time anyway, or for a single step.
-    assert set(moves[0]["seen"]) != set(within[0]["seen"]) or seed in (2, 4), "some move in parts"
+    assert set(parts[0]["seen"]) != set(moves[0]["seen"]) or seed in (2, 4), "some move in parts"
     assert len(set(moves[0]["orders"])) == 1
     assert len(set(places[0]["orders"])) > 1
-    for rank, (one, other) in enumerate(zip(stays * 3, moves + within + places, strict=True)):
+    for rank, (one, other) in enumerate(zip(stays * 3, parts + moves + places, strict=True)):
         # Who holds what optimizer state is what has changed; the checkpoints have all of it.
         problems = differences(
             {k: one[k] for k in ("parameters", "loss")},
@@ -267,7 +267,7 @@ def test_random_moves_change_no_bit(
         assert not problems, f"rank {rank}: {problems[:5]}"
     files = sorted(path.name for path in (tmp_path / "stays").iterdir())
     assert files
-    for run in ("moves", "moves within steps", "changes places"):
+    for run in ("moves in parts", "moves", "changes places"):
         assert files == sorted(path.name for path in (tmp_path / run).iterdir())
         for name in files:
             saved = [torch.load(tmp_path / of / name) for of in ("stays", run)]
@@ -275,52 +275,50 @@ def test_random_moves_change_no_bit(
                 assert not differences(saved[0][key], saved[1][key], 0, 0), (run, name, key)
 
 
-class CountsCalls(L.Callback):
-    """How often each block has run here, forward and backward, in each batch."""
+class CountsBackwards(L.Callback):
+    """How often each block's backward has run here, in each batch."""
 
     def __init__(self) -> None:
-        self.counts: list[list[tuple[int, int]]] = []
+        self.counts: list[list[int]] = []
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.now = [[0, 0] for _ in module.blocks]
+        self.now = [0 for _ in module.blocks]
         for number, block in enumerate(module.blocks):
-            block.dropout.register_forward_hook(partial(self.count, number))
+            block.dropout.register_forward_hook(partial(self.listen, number))
 
-    def count(self, number: int, module: Any, args: Any, output: Any) -> None:
-        self.now[number][0] += 1
+    def listen(self, number: int, module: Any, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self.count_backward, number))
+            output.register_hook(partial(self.count, number))
 
-    def count_backward(self, number: int, gradient: Any) -> None:
-        self.now[number][1] += 1
+    def count(self, number: int, gradient: Any) -> None:
+        self.now[number] += 1
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.counts.append([(forwards, backwards) for forwards, backwards in self.now])
-        self.now[:] = [[0, 0] for _ in self.now]
+        self.counts.append(self.now)
+        self.now = [0 for _ in self.now]
 
 
-def counted(schedule: str) -> list[list[tuple[int, int]]]:
-    counts = CountsCalls()
+def counted(schedule: str) -> list[list[int]]:
+    counts = CountsBackwards()
     trainer = quiet_trainer(
         {"devices": 2, "pipeshift": {"partition": [3, 4], "microbatches": 4, "schedule": schedule}},
         max_epochs=1,
-        callbacks=[Adopts({1: [[2, 5]], 3: [[4, 3]]}, firsts=(1, 3)), counts],
+        callbacks=[Adopts({1: [[2, 5]], 3: [[4, 3]]}), counts],
     )
     trainer.fit(built(lambda: Trains("adam")), DataLoader(points(6).dataset, batch_size=8))
     return counts.counts
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_one_step_runs_on_two_owners(schedule: str) -> None:
-    """Layer 2 (block 1) is on stage 0, from microbatch 1 of step 3 on stage 1, and from microbatch
-    3 of step 5 on stage 0 again, as layer 3 is then.
+def test_a_step_runs_on_one_owner(schedule: str) -> None:
+    """Layer 2 (block 1) is on stage 0, from step 3 on stage 1, and from step 5 on stage 0 again, as
+    layer 3 is then, whichever microbatch of these steps was asked for.
     """
     first, second = run_ranks(counted, 2, schedule)
     on_first = [[step[block] for step in first[1:]] for block in (1, 2)]
     on_second = [[step[block] for step in second[1:]] for block in (1, 2)]
-    none, one, three, all_four = (0, 0), (1, 1), (3, 3), (4, 4)
-    assert on_first == [[all_four, all_four, one, none, one], [none, none, none, none, one]]
-    assert on_second == [[none, none, three, all_four, three], [all_four] * 4 + [three]]
+    assert on_first == [[4, 4, 0, 0, 4], [0, 0, 0, 0, 4]]
+    assert on_second == [[0, 0, 4, 4, 0], [4, 4, 4, 4, 0]]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -393,12 +391,11 @@ def adopt_nonsense() -> list[str]:
                 replace(plan, ranks=(), placement=Placement(((1, 2, 2),))),
                 replace(plan, layers=others),
             ):
-                self.refused(strategy, wrong, 0)
-            self.refused(strategy, plan, 8)
+                self.refused(strategy, wrong)
 
-        def refused(self, strategy: Any, plan: Any, first: int) -> None:
+        def refused(self, strategy: Any, plan: Any) -> None:
             try:
-                strategy.adopt(plan, from_microbatch=first)
+                strategy.adopt(plan, at_once=True)
             except PlanError as error:
                 self.errors.append(str(error))
 
@@ -411,12 +408,11 @@ def adopt_nonsense() -> list[str]:
 
 
 def test_a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_on() -> None:
-    microbatches, stages, names, first, counts = run_ranks(adopt_nonsense, 2)[0]
+    microbatches, stages, names, counts = run_ranks(adopt_nonsense, 2)[0]
     assert "('1f1b', 7, (2,))" in microbatches
     assert "one in force ('1f1b', 8, (2,))" in microbatches
     assert "(3,)" in stages
     assert "made for another model" in names
-    assert "a plan from microbatch 8 on; a step has the microbatches 0 to 7" in first
     assert counts == "((2, 3),)"
 
 

@@ -375,7 +375,9 @@ class CountsLargeTensors(L.Callback):
         gc.disable()
 
     def on_validation_epoch_end(self, *_: Any) -> None:
-        large = [o for o in gc.get_objects() if type(o) is Tensor and o.numel() >= 40_000]
+        # Bytes are the buffers of messages.
+        tensors = [o for o in gc.get_objects() if type(o) is Tensor and o.dtype is torch.float32]
+        large = [tensor for tensor in tensors if tensor.numel() >= 40_000]
         self.count = len(large)
         gc.enable()
 
@@ -408,16 +410,19 @@ class MeetsTheOneBefore(nn.Module):
         self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
         self.number = number
         self.folder = folder
-        self.num_begun = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         if type(hidden) is Tensor and not self.training:
-            self._begun(self.number, self.num_begun).touch()
-            self.num_begun += 1
+            num_begun = self.num_begun
+            self._begun(self.number, num_begun).touch()
             # The stages compare the first two batches, and wait for each other to do so.
-            if self.number > 0 and 2 <= self.num_begun < NUM_BATCHES:
-                self._meet(self._begun(self.number - 1, self.num_begun))
+            if self.number > 0 and 1 <= num_begun < NUM_BATCHES - 1:
+                self._meet(self._begun(self.number - 1, num_begun + 1))
         return self.linear(hidden)
+
+    @property
+    def num_begun(self) -> int:
+        return len(list(self.folder.glob(f"layer {self.number} *")))
 
     def _begun(self, layer: int, batch: int) -> Path:
         return self.folder / f"layer {layer} has begun batch {batch}"
@@ -433,6 +438,9 @@ class Meeting(L.LightningModule):
     def __init__(self, num_layers: int, folder: Path) -> None:
         super().__init__()
         self.layers = nn.ModuleList(MeetsTheOneBefore(n, folder) for n in range(num_layers))
+
+    def configure_layers(self) -> list[nn.Module]:
+        return list(self.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:

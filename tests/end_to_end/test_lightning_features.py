@@ -64,7 +64,6 @@ from tests.models import (
     points,
     uneven_points,
 )
-from tests.not_on_values import ON_VALUES
 
 SCHEDULES = ["gpipe", "1f1b"]
 
@@ -1190,13 +1189,7 @@ def test_gradients_begin_to_flow_in_a_later_epoch() -> None:
 
 
 def test_gradients_that_begin_to_flow_in_a_later_step_are_not_lost_silently() -> None:
-    if ON_VALUES:
-        compare(detaching_by_a_list, stages=2)
-        return
-    with pytest.raises(
-        RanksFailed, match="LayerError: The step did not produce a value that the next stage needs"
-    ):
-        run_ranks(on_rank, 2, detaching_by_a_list, {"microbatches": 4, "partition": [2, 2]}, (), {})
+    compare(detaching_by_a_list, stages=2)
 
 
 class WarmsUpItsSecondLoss(LayersOfItsOwn):
@@ -1241,13 +1234,7 @@ def test_a_loss_gets_another_part_in_a_later_step() -> None:
 
 
 def test_a_loss_that_gets_another_part_in_a_later_step_is_not_wrong_silently() -> None:
-    if ON_VALUES:
-        compare(warming_by_a_list, stages=2)
-        return
-    with pytest.raises(
-        RanksFailed, match="LayerError: A value that another stage holds is needed here"
-    ):
-        run_ranks(on_rank, 2, warming_by_a_list, {"microbatches": 4, "partition": [2, 2]}, (), {})
+    compare(warming_by_a_list, stages=2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1268,9 +1255,8 @@ def leaving_out(
         callbacks=[callback],
     )
     batch_ends = [args[2] for name, args, _ in callback.calls if name == "on_train_batch_end"]
-    if ON_VALUES:
-        # The loss there is the mean over the microbatches that have one.
-        batch_ends = [sorted(outputs) for outputs in batch_ends]
+    # The loss there is the mean over the microbatches that have one.
+    batch_ends = [sorted(outputs) for outputs in batch_ends]
     return record, [name for name, *_ in callback.calls], batch_ends
 
 

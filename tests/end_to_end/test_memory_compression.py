@@ -32,7 +32,7 @@ from lightning_pipeshift import (
     SwapAll,
     TensorRecord,
 )
-from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
+from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.text import bytes_of_text
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
@@ -199,7 +199,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {
             "schedule": "gpipe",
-            "module": Transforms,
+            "module": Between,
             "profile_steps": 2,
             "batch_sizes": (SAMPLES,) * 10,
         },
@@ -238,10 +238,11 @@ def test_no_policy_changes_a_bit(setting: str) -> None:
             held = [swap for swaps in document["swaps"] for swap in swaps if swap["layer"] in again]
             assert any(swap.get("stays") for swap in held)
             assert not all(swap.get("stays") for swap in held)
-        if name == "host" and how.get("module") is Transforms:
+        if name == "host" and "module" in how:
             swaps = json.loads(found[0]["plan"])["swaps"][0]
             numbers = {number for swap in swaps for number in swap["tensors"]}
-            assert {FRONT, FRONT + 1, BEHIND} <= numbers
+            # It counts for the layer before it.
+            assert {BEHIND, BEHIND + 1} <= numbers
 
 
 def saved_and_counted(module: type[L.LightningModule]) -> tuple[int, int]:

@@ -30,12 +30,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm import channels, lane
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
+from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
@@ -58,7 +58,7 @@ _CALLS: list[tuple[Any, str, str]] = [
     (Lane, "receive_into", "message"),
     (Lane, "send_object", "message"),
     (Lane, "receive_object", "message"),
-    (StagePass, "run", "forward"),
+    (SuspendableMicrobatch, "advance", "forward"),
     (torch.autograd, "backward", "backward"),
     (Migration, "finish", "finish"),
     (Holdings, "settle", "settle"),
@@ -294,10 +294,7 @@ class Batches:
 class Asks(L.Callback):
     """Asks for one placement after another, at every call of a hook; or for one, at one call."""
 
-    def __init__(
-        self, hook: str, placements: Sequence[Sequence[int]], call: int | None, first: int
-    ) -> None:
-        self.first = first
+    def __init__(self, hook: str, placements: Sequence[Sequence[int]], call: int | None) -> None:
         self.placements = [Placement((tuple(counts),)) for counts in placements]
         self.call = call
         self.num_calls = 0
@@ -313,7 +310,7 @@ class Asks(L.Callback):
         self.seen.append(strategy.plan.placement.counts[0])
         if self.placements and self.call in (number, None):
             wanted = self.placements[number % len(self.placements)]
-            strategy.adopt(strategy.plan.with_placement(wanted), self.first)
+            strategy.adopt(strategy.plan.with_placement(wanted), at_once=True)
 
 
 class Saves(L.Callback):
@@ -360,7 +357,6 @@ class Run:
         placements: the placements that are requested.
         hook: the hook in which they are requested.
         call: at which call of the hook, once; ``None``: at every one.
-        first: the microbatch of the step from which on they are in force.
         folder: of its checkpoints: one after every step.
         saves: whether other checkpoints are saved too.
         fault: what happens to it, and who gives layers away then.
@@ -375,7 +371,6 @@ class Run:
     placements: tuple[tuple[int, ...], ...] = ()
     hook: str = "on_train_batch_end"
     call: int | None = None
-    first: int = 0
     folder: Path | None = None
     saves: bool = False
     fault: tuple[Fault, int] | None = None
@@ -393,7 +388,7 @@ def train(run: Run) -> dict[str, Any]:
         expect(*run.fault)
     module = built(Validates)
     moments = record(run.hold, module) if run.hold is not None else []
-    asks, notes = Asks(run.hook, run.placements, run.call, run.first), Notes()
+    asks, notes = Asks(run.hook, run.placements, run.call), Notes()
     callbacks: list[L.Callback] = [asks, notes]
     if run.saves:
         callbacks.append(Saves(f"{run.folder}"))
@@ -576,8 +571,7 @@ RAISES = [
 ]
 
 
-# In a step whose second microbatch is the first one of the new owner.
-RAISES_WITHIN = [
+RAISES += [
     ("1 to 0", "old", Point.IN_A_FORWARD),
     ("0 to 1", "old", Point.IN_A_BACKWARD),
     ("1 to 2", "old", Point.BEFORE_THE_STATE),
@@ -589,20 +583,19 @@ RAISES_WITHIN = [
 
 
 @pytest.mark.parametrize(
-    ("way", "who", "point", "first"),
+    ("way", "who", "point"),
     [
-        pytest.param(*case, first, id=f"{case[1]}, {case[2].name.lower()}, {first}")
-        for first, cases in enumerate([RAISES, RAISES_WITHIN])
-        for case in cases
+        pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2].name.lower()}")
+        for case in dict.fromkeys(RAISES)
     ],
 )
 def test_a_rank_that_raises(
-    way: str, who: str, point: Point, first: int, undisturbed: Undisturbed, tmp_path: Path
+    way: str, who: str, point: Point, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """Most of a move is in threads, beside a step that knows nothing of it."""
     failed = getattr(WAYS[way], who)
     fault = Fault(point, failed, Strike.RAISES)
-    run = replace(struck(WAYS[way], fault, tmp_path), first=first)
+    run = struck(WAYS[way], fault, tmp_path)
     outcomes = run_ranks(train, 3, run, expect_failure=True)
     for outcome in outcomes:
         if outcome.rank == failed:

@@ -23,8 +23,6 @@ from tests.features_models import built, compare, fit, on_rank, parameters_of, q
 from tests.models import NUM_CLASSES, NUM_FEATURES, LayersOfItsOwn, points
 
 ALONE = {"microbatches": 1}
-CORES = [pytest.param({**ALONE, "core": core}, id=core) for core in ("trace", "values")]
-ON_VALUES = {**ALONE, "core": "values"}
 KEPT: list[Tensor] = []
 
 
@@ -146,22 +144,24 @@ def training(how: Any, kind: type, accumulate: int = 1) -> Any:
 )
 @pytest.mark.parametrize(
     "kind",
-    [LooksAtWhatItLogs, DoublesInBackward, FetchesItself, WithLBFGS, TiedToTheHead, OnlyAParameter],
+    [
+        LooksAtWhatItLogs,
+        DoublesInBackward,
+        FetchesItself,
+        WithLBFGS,
+        TiedToTheHead,
+        OnlyAParameter,
+        ByHand,
+        Keeps,
+    ],
 )
-@pytest.mark.parametrize("strategy", CORES)
-def test_a_step_is_the_users_own(kind: type, strategy: Any) -> None:
-    compare(training, kind, stages=1, strategy=strategy)
-
-
-@pytest.mark.parametrize("kind", [ByHand, Keeps])
-def test_a_step_on_values_is_the_users_own(kind: type) -> None:
-    compare(training, kind, stages=1, strategy=ON_VALUES)
+def test_a_step_is_the_users_own(kind: type) -> None:
+    compare(training, kind, stages=1, strategy=ALONE)
 
 
 @pytest.mark.parametrize("kind", [LayersOfItsOwn, DoublesInBackward, TiedToTheHead])
-@pytest.mark.parametrize("strategy", CORES)
-def test_gradients_are_added_up_over_batches(kind: type, strategy: Any) -> None:
-    compare(training, kind, accumulate=3, stages=1, strategy=strategy)
+def test_gradients_are_added_up_over_batches(kind: type) -> None:
+    compare(training, kind, accumulate=3, stages=1, strategy=ALONE)
 
 
 def copying_callbacks(how: Any) -> Any:
@@ -175,9 +175,8 @@ def copying_callbacks(how: Any) -> Any:
     return [type(each).__name__ for each in callback.copies]
 
 
-@pytest.mark.parametrize("strategy", CORES)
-def test_callbacks_can_be_copied_in_a_run(strategy: Any) -> None:
-    compare(copying_callbacks, stages=1, strategy=strategy)
+def test_callbacks_can_be_copied_in_a_run() -> None:
+    compare(copying_callbacks, stages=1, strategy=ALONE)
 
 
 def one_more_step(how: Any) -> Any:
@@ -191,9 +190,8 @@ def one_more_step(how: Any) -> Any:
     return float(result["loss"]), parameters_of(module)
 
 
-@pytest.mark.parametrize("strategy", CORES)
-def test_the_loop_makes_a_step_when_the_run_is_over(strategy: Any) -> None:
-    compare(one_more_step, stages=1, strategy=strategy)
+def test_the_loop_makes_a_step_when_the_run_is_over() -> None:
+    compare(one_more_step, stages=1, strategy=ALONE)
 
 
 def pruning(how: Any) -> Any:
@@ -205,7 +203,7 @@ def pruning(how: Any) -> Any:
 
 
 def test_weights_are_pruned() -> None:
-    compare(pruning, stages=1, strategy=ON_VALUES)
+    compare(pruning, stages=1, strategy=ALONE)
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,9 @@ class TwoHeavy(Wide):
         go_by_sleep()
         self.layers = nn.ModuleList(Heavy(times, width=64) for times in (1, 16))
 
+    def configure_layers(self) -> list[nn.Module]:
+        return list(self.layers)
+
 
 CONFIGURATION = """
 trainer:

@@ -223,18 +223,84 @@ def test_places_change_where_each_pair_of_neighbours_has_a_group() -> None:
     require_equal(places, stays)
 
 
+class Remembers(L.LightningModule):
+    """A step uses what the one before has computed at the last stage, and at the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(NUM_FEATURES, NUM_FEATURES) for _ in range(4))
+        self.early: Any = torch.zeros(NUM_FEATURES)
+        self.late: Any = torch.zeros(NUM_FEATURES)
+        self.now: Any = torch.zeros(())
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, _ = batch
+        first = x = self.layers[0](x) + 0.1 * self.late
+        for layer in self.layers[1:]:
+            x = layer(x).tanh()
+        self.late = x.detach().mean(0)
+        self.latest, self.now = self.now, self.late.sum()
+        loss: Tensor = (x - self.early).square().mean()
+        self.early = first.detach().mean(0)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ReadsLater(L.Callback):
+    """Changes the order after a step, and reads values of steps before the change: those that it
+    keeps itself on every rank, and one of the step before on the first rank alone.
+    """
+
+    def __init__(self, orders: dict[int, tuple[int, ...]]) -> None:
+        self.orders = orders
+        self.kept: list[Any] = []
+        self.read: list[list[float]] = []
+        self.stages: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        self.stages.append(trainer.strategy.stage)
+        self.kept.append(module.early)
+        read = [float(kept.sum()) for kept in self.kept]
+        if trainer.is_global_zero:
+            read.append(float(module.latest))
+        self.read.append(read)
+        if others[2] in self.orders:
+            ranks = (self.orders[others[2]],)
+            trainer.strategy.adopt(replace(trainer.strategy.plan, ranks=ranks), at_once=True)
+
+
+def remember(orders: dict[int, tuple[int, ...]]) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    module, reads = built(Remembers), ReadsLater(orders)
+    how = {"devices": 3, "pipeshift": {"partition": [1, 1, 2], "microbatches": 1}}
+    trainer = quiet_trainer(how, callbacks=[reads], max_epochs=1)
+    trainer.fit(module, DataLoader(points(8).dataset, batch_size=8))
+    return {"parameters": parameters_of(module), "read": reads.read, "stages": reads.stages}
+
+
+def test_values_of_earlier_steps_stay_where_they_are_when_places_change() -> None:
+    places = run_ranks(remember, 3, {0: (2, 0, 1), 2: (1, 0, 2), 4: (0, 1, 2)})
+    stays = run_ranks(remember, 3, {})
+    assert places[0]["stages"] == [0, 0, 1, 1, 1, 1, 0, 0]
+    for one, other in zip(places, stays, strict=True):
+        assert one["read"] == other["read"]
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+
+
 class AsksForOrders(L.Callback):
     """Asks for orders that are not possible."""
 
-    def __init__(self, *wrong: tuple[tuple[tuple[int, ...], ...], int]) -> None:
+    def __init__(self, *wrong: tuple[tuple[int, ...], ...]) -> None:
         self.wrong = wrong
         self.errors: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy, self.errors = trainer.strategy, []
-        for ranks, first in self.wrong:
+        for ranks in self.wrong:
             try:
-                strategy.adopt(replace(strategy.plan, ranks=ranks), from_microbatch=first)
+                strategy.adopt(replace(strategy.plan, ranks=ranks), at_once=True)
             except PlanError as error:
                 self.errors.append(str(error))
 
@@ -252,12 +318,11 @@ def refused(wrong: Any, how: dict[str, Any], compresses: bool = False) -> list[s
 
 def test_orders_that_are_refused() -> None:
     machines = [[0, 1], [2]]
-    others = [(((0, 2), (1,)), 0), (((1, 0), (2,)), 2)]
-    vm, first = run_ranks(refused, 3, others, {"virtual_machines": machines})[0]
+    others = [((0, 2), (1,))]
+    (vm,) = run_ranks(refused, 3, others, {"virtual_machines": machines})[0]
     assert "the ranks [[0, 2], [1]], and the stages are the ranks [[0, 1], [2]]" in vm
     assert "cannot change their virtual machine" in vm
-    assert "not from microbatch 2 on. Use from_microbatch=0" in first
-    wrong = [(((1, 0),), 0)]
+    wrong = [((1, 0),)]
     (error,) = run_ranks(refused, 2, wrong, {"schedule": "async", "partition": [2, 3]})[0]
     assert "with an asynchronous schedule they cannot change places" in error
     (error,) = run_ranks(refused, 2, wrong, {"partition": [2, 3]}, True)[0]

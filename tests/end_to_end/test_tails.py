@@ -1,4 +1,4 @@
-"""Steps that read values, with ``core="values"``: the first stage begins the next microbatch while
+"""Steps that read values: the first stage begins the next microbatch while
 it waits for what a step reads, as far as the step's Python state allows it. The bits and the side
 effects are those of plain Lightning.
 
@@ -13,13 +13,16 @@ import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+import tests.end_to_end.test_values
 from tests.end_to_end.test_values import (
     BATCHES,
     MICROBATCHES,
@@ -34,6 +37,9 @@ from tests.end_to_end.test_values import (
 # So many steps are watched before a step runs ahead.
 NUM_WATCHED = 2
 TOTALS = {"steps": 0.0}
+LOSSES: list[float] = []
+WEIGHTS = [1.1]
+RANDOM = random.Random(3)
 
 
 class FirstBlock(Block):
@@ -43,8 +49,10 @@ class FirstBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(batch, length, width)`` -> the same."""
-        with type(self).file.open("a") as file:
-            file.write("f")
+        if type(x) is Tensor:
+            # No run without values.
+            with type(self).file.open("a") as file:
+                file.write("f")
         return super().forward(x)
 
 
@@ -219,6 +227,199 @@ class CountsOutside(Reads):
         return super().behind(loss * (1 + 0.01 * TOTALS["steps"]), read)
 
 
+class AppendsOutside(Reads):
+    """Appends to a global list behind the read only, and looks at another in front of it."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words) * WEIGHTS[0], targets)
+        read = loss.item()
+        LOSSES.append(read)
+        self.noted.append(len(LOSSES))
+        return self.wrote(loss)
+
+    def wrote(self, loss: Tensor) -> Tensor:
+        """Notes that the step is behind the read."""
+        with self.order.open("a") as file:
+            file.write("b")
+        return loss
+
+
+class OnBothSides(Reads):
+    """A number outside of the module, which a step changes behind its read, and uses in front of
+    it.
+    """
+
+    runs_ahead = False
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        return super().forward(words.flip(1) if self.get() > 3 else words)
+
+    def behind(self, loss: Tensor, read: float) -> Tensor:
+        self.add()
+        return super().behind(loss, read)
+
+    def get(self) -> float:
+        """The number."""
+        raise NotImplementedError
+
+    def add(self) -> None:
+        """Adds one to the number."""
+        raise NotImplementedError
+
+
+class InAnotherModule(OnBothSides):
+    """It is a global of another module."""
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return len(tests.end_to_end.test_values.NOTED)
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        tests.end_to_end.test_values.NOTED.append(1)
+
+
+class InItsClass(OnBothSides):
+    """It is an attribute of the class."""
+
+    num = 0
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return type(self).num
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        type(self).num += 1
+
+
+class InTheTrainer(OnBothSides):
+    """The Trainer has it."""
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.kept.num_seen = 0
+
+    @property
+    def kept(self) -> Any:
+        """The Trainer."""
+        return self.trainer
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return self.kept.num_seen
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        self.kept.num_seen += 1
+
+
+class Counter(L.Callback):
+    """A callback with a list in an object."""
+
+    def __init__(self) -> None:
+        self.kept = SimpleNamespace(seen=[])
+
+
+class InACallback(OnBothSides):
+    """A callback has it."""
+
+    def configure_callbacks(self) -> Any:
+        return [Counter()]
+
+    @property
+    def counter(self) -> Any:
+        """The callback."""
+        trainer: Any = self.trainer
+        return next(x for x in trainer.callbacks if isinstance(x, Counter))
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return len(self.counter.kept.seen)
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        self.counter.kept.seen.append(1)
+
+
+class InAnEnclosingFunction(OnBothSides):
+    """Functions around the step have it."""
+
+    @staticmethod
+    def counter() -> Any:
+        """Two functions: what returns it, and what adds to it."""
+        count = 0
+
+        def get() -> int:
+            return count
+
+        def add() -> None:
+            nonlocal count
+            count += 1
+
+        return get, add
+
+
+InAnEnclosingFunction.get, InAnEnclosingFunction.add = (  # type: ignore[method-assign]
+    staticmethod(each) for each in InAnEnclosingFunction.counter()
+)
+
+
+class InTheEnvironment(OnBothSides):
+    """A variable of the environment."""
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return int(os.environ.get("NUM_SEEN", "0"))
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        os.environ["NUM_SEEN"] = str(int(os.environ.get("NUM_SEEN", "0")) + 1)
+
+
+class InAGenerator(OnBothSides):
+    """A generator of numbers, in which nothing is seen."""
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return RANDOM.random() * 6
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        self.noted.append(RANDOM.random())
+
+
+class InAHiddenModule(OnBothSides):
+    """A module that is no part of this one, in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (nn.Identity(),)
+
+    def get(self) -> float:
+        """See OnBothSides."""
+        return int(getattr(self.hidden[0], "num_seen", 0))
+
+    def add(self) -> None:
+        """See OnBothSides."""
+        hidden: Any = self.hidden[0]
+        hidden.num_seen = self.get() + 1
+
+
+OUTSIDE = (
+    InAnotherModule,
+    InItsClass,
+    InTheTrainer,
+    InACallback,
+    InAnEnclosingFunction,
+    InTheEnvironment,
+    InAGenerator,
+    InAHiddenModule,
+)
+
+
 class Noisy(Block):
     """A block that keeps what it returned."""
 
@@ -270,6 +471,8 @@ MODELS = (
     Draws,
     Collects,
     CountsOutside,
+    AppendsOutside,
+    *OUTSIDE,
     Looks,
     CallsAgain,
 )

@@ -188,7 +188,7 @@ class Clean(L.LightningModule):
 
 
 class RankDependent(Clean):
-    """Computes something else on the second rank.
+    """Computes something else on the second rank, or where there are two.
 
     Args:
         what: what differs.
@@ -206,16 +206,19 @@ class RankDependent(Clean):
         return int(os.environ["RANK"])
 
     def loss_of(self, output: Tensor) -> Tensor:
+        size = int(os.environ["WORLD_SIZE"])
         if self.what == "logged value":
-            self.log("rank", float(self.rank))
+            self.log("size", float(size))
         if self.what == "loss":
+            return super().loss_of(output) + size
+        if self.what == "program":
             return super().loss_of(output) + self.rank
         return super().loss_of(output)
 
     def configure_optimizers(self) -> Any:
         momentum = 0.9
         if self.what == "optimizer state":
-            momentum -= self.rank / 2
+            momentum -= int(os.environ["WORLD_SIZE"]) / 4
         # Nothing is learned, so that only one thing differs.
         return torch.optim.SGD(self.parameters(), lr=0.0, momentum=momentum)
 
@@ -225,39 +228,17 @@ class Unrepeatable(Clean):
         return super().loss_of(output) * random.SystemRandom().random()
 
 
-class Keeps(nn.Module):
-    """Appends its result to a list of the model's, where no other stage could see it."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.kept = kept
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.kept.append(self.linear(hidden))
-        return self.kept[-1]
+class OwnBackward(Clean):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
 
 
-class Refused(Clean):
-    """Takes a tensor out of a layer past its return value, and has a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: list[Tensor] = []
-        self.blocks[0].register_forward_hook(lambda *_: None)
-        self.blocks[1] = Keeps(self.inner)
-
-    def configure_layers(self) -> list[nn.Module]:
-        return [self.stem, *self.blocks, self.head]
+class Returns(Clean):
+    """A layer near the end computes on what comes from its successor, and the step reads."""
 
     def loss_of(self, output: Tensor) -> Tensor:
-        return super().loss_of(output) + self.inner.pop().mean()
-
-
-class Manual(Clean):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+        loss = super().loss_of(output) + self.blocks[1](output.expand(-1, 8)).mean()
+        return loss if loss > 0 else -loss
 
 
 class Broken(Clean):
@@ -337,17 +318,18 @@ def test_a_clean_model() -> None:
     assert (first.before, first.after, first.num_bytes) == ("stem", "blocks.0", 2 * 8 * 4)
     assert [(t.layer, t.function, t.needed_by) for t in second.payload] == [
         ("stem", None, ("code behind blocks.1",)),
+        ("blocks.0", "scale", ("code behind blocks.1",)),
         ("blocks.0", "mul", ("blocks.1",)),
     ]
-    assert [t.shape for t in second.payload] == [(2, 8), (2, 8)]
+    assert [t.shape for t in second.payload] == [(2, 8), (), (2, 8)]
     assert [t.function for t in (*third.payload, *last.payload)] == ["add", "dropout"]
     assert [(code.after, dict(code.functions)) for code in found.code] == [
         ("blocks.0", {"relu": 1, "mul": 1}),
         ("blocks.1", {"relu": 1, "mul": 1, "add": 1}),
         ("head.0", {"dropout": 1}),
-        ("head.2", {"square": 1, "mean": 1}),
+        ("head.2", {"square": 1, "mean": 1, "div": 1}),
     ]
-    assert found.shared == ("scale",)
+    assert (found.shared, found.flows_back) == ((), ())
 
     text = str(report)
     for words in ("3 steps of 2 microbatches", "same bits", "2 x 8 float32 from it", "relu, mul"):
@@ -363,7 +345,7 @@ def test_a_clean_model() -> None:
     [
         ("parameter", {("parameter", "head.2.bias", None), ("loss", "loss", 0)}),
         ("loss", {("loss", "loss", 0), ("logged value", "loss", 0)}),
-        ("logged value", {("logged value", "rank", 0)}),
+        ("logged value", {("logged value", "size", 0)}),
         ("optimizer state", None),
     ],
 )
@@ -391,23 +373,35 @@ def test_a_model_that_is_never_the_same() -> None:
 
 
 def test_what_is_refused_is_told_with_the_reason() -> None:
-    report = on_two_stages(Refused, cuts=["uniform", [1, 3]])
-    assert (report.one_stage.verdict, report.ok) == ("trains", False)
+    report = on_two_stages(partial(RankDependent, "program"), cuts=["uniform", [1, 4]])
+    assert (report.one_stage.verdict, report.ok, report.is_repeatable) == ("trains", False, True)
     for run in report.runs:
         assert run.verdict == "refused"
         assert run.failure is not None
         assert run.failure.kind == "LayerError"
-        assert "from the inside of the layer 'blocks.1'" in run.failure.message
-    assert "Refused with LayerError (2 stages, uniform cut, 1f1b; 2 stages, layers [1, 3]" in str(
-        report
-    )
-    assert [layer.name for layer in report.findings.layers][-1] == "head"
+        assert "stage 0 ended it at `add`" in run.failure.message
+        assert "test_testing.py" in run.failure.message
+    text = str(report)
+    assert "Refused with LayerError (2 stages, uniform cut, 1f1b; 2 stages, layers [1, 4]" in text
+    # What one stage has shown is told all the same.
+    assert [code.after for code in report.findings.code][-1] == "head.2"
+    assert "Make it repeatable" not in text
 
 
 def test_what_one_stage_refuses_is_not_split() -> None:
-    report = on_two_stages(Manual())
+    report = on_two_stages(OwnBackward())
     assert (report.one_stage.verdict, report.runs, report.ok) == ("refused", (), False)
-    assert "automatic_optimization = False" in str(report)
+    assert "overrides `backward`" in str(report)
+
+
+def test_reads_and_values_that_travel_back_are_told() -> None:
+    report = on_two_stages(Returns)
+    report.raise_if_different()
+    assert report.findings.flows_back == (("head.2", "blocks.1"),)
+    assert dict(report.findings.code[-1].reads) == {"__bool__": 1}
+    text = str(report)
+    assert "reads values by __bool__" in text
+    assert "blocks.1 takes what comes from head.2, a later layer" in text
 
 
 @pytest.mark.parametrize(
@@ -435,7 +429,7 @@ def test_how_a_report_prints() -> None:
     findings = Findings(
         (*blocks, head, replace(spare, is_called=False)),
         tuple(boundaries),
-        (FoundCode("blocks.0", "blocks.1", {"mean": 1, "add": 2}, is_open=True),),
+        (FoundCode("blocks.0", "blocks.1", {"mean": 1, "add": 2}, {"item": 2}),),
         shared=("scale",),
     )
     stack = "rank 0:\n" + "\n".join(f'  File "a.py", line {n} in f' for n in range(99))
@@ -472,7 +466,7 @@ def test_how_a_report_prints() -> None:
         "blocks.0 … blocks.2 (3 layers) Block 0.3 kB - 64 B: 2 x 8 float32 from add behind it",
         "head Linear 20 B 1 ms -",
         "spare Linear 20 B - not called by the step",
-        "behind blocks.0 mean, 2 x add [branches on values]",
+        "behind blocks.0 mean, 2 x add reads values by 2 x item",
     ):
         assert line in lines, line
     assert 'File "a.py", line 98 in f' not in lines
@@ -574,7 +568,7 @@ def test_the_command_says_what_differs(
         "logged value",
     ]
     assert command(own_folder, *model) == 1
-    assert "logged value 'rank' from step 0 on by" in capsys.readouterr().out
+    assert "logged value 'size' from step 0 on by" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
-from tests.not_on_values import ON_VALUES
 
 SEED = 11
 MICROBATCHES = 4
@@ -295,15 +294,12 @@ def cuts_in_three(num_layers: int, number: int) -> list[list[int]]:
 
 def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
     """All schedules by turns, with and without recomputation; and every second one ends as the
-    others are cut, and has saved tensors moved in some way. With ``core="values"``: schedules only.
+    others are cut, and has saved tensors moved in some way.
     """
     names = tuple(SYNCHRONOUS)
     found = []
     for i, cut in enumerate(cuts):
         how = Pipelined(cut, names[(i + number) % len(names)])
-        if ON_VALUES:
-            found.append(how)
-            continue
         if (i + number // 3) % 2:
             how = how._replace(recompute="full")
         if i % 2:

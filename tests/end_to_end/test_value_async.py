@@ -36,7 +36,6 @@ from tests.end_to_end.test_asynchronous import (
 )
 from tests.features_models import built, quiet_trainer, read_csv
 
-CORES = ["trace", "values"]
 CASES = {
     2: [
         Case([4, 2], num_batches=11),
@@ -60,19 +59,17 @@ CASES = {
 }
 
 
-def train_all(core: str, cases: Sequence[Case]) -> list[Result]:
-    os.environ["PIPESHIFT_CORE"] = core
+def train_all(cases: Sequence[Case]) -> list[Result]:
     return [train(case) for case in cases]
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_the_bits_of_the_reference(num_ranks: int, core: str) -> None:
+def test_the_bits_of_the_reference(num_ranks: int) -> None:
     """Validation in the middle of an epoch, stages without layers, shared parameters, and several
     virtual machines too.
     """
     cases = CASES[num_ranks]
-    for case, *ranks in zip(cases, *run_ranks(train_all, num_ranks, core, cases), strict=True):
+    for case, *ranks in zip(cases, *run_ranks(train_all, num_ranks, cases), strict=True):
         layers = reference(case).layers
         for result in ranks:
             require_same(result.state, [one.layer for one in layers] if case.shares else layers)
@@ -80,13 +77,12 @@ def test_the_bits_of_the_reference(num_ranks: int, core: str) -> None:
                 assert torch.equal(result.state["shift"], layers[0].shift)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_two_versions_have_the_same_bits_on_every_split(core: str) -> None:
+def test_two_versions_have_the_same_bits_on_every_split() -> None:
     """Dropout, running statistics, a metric, and validation in the middle of an update."""
     whole = Case([6], "async-2bw", 3, {}, "adam", 7, draws=True, num_batches=11)
-    ((expected,),) = run_ranks(train_all, 1, core, [whole])
+    ((expected,),) = run_ranks(train_all, 1, [whole])
     for split in ([2, 4], [3, 1, 2]):
-        for (result,) in run_ranks(train_all, len(split), core, [whole._replace(split=split)]):
+        for (result,) in run_ranks(train_all, len(split), [whole._replace(split=split)]):
             for name, value in expected.state.items():
                 assert torch.equal(result.state[name], value), name
             assert result.metrics == expected.metrics
@@ -166,7 +162,6 @@ class Looks(L.Callback):
 
 
 def train_reading(case: Case, file: str, looks: bool) -> Any:
-    os.environ["PIPESHIFT_CORE"] = "values"
     look = Looks()
     trainer = quiet_trainer(
         {
@@ -256,7 +251,6 @@ class GoesBack(Model):
 
 
 def train_going_back(partition: list[int], detaches: bool) -> str:
-    os.environ["PIPESHIFT_CORE"] = "values"
     trainer = quiet_trainer(
         {"devices": len(partition), "pipeshift": {"schedule": "async", "partition": partition}},
         max_epochs=1,

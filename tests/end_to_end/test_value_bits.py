@@ -1,4 +1,4 @@
-"""``core="values"`` trains the bits of plain Lightning with each of Lightning's features that
+"""PipeShift trains the bits of plain Lightning with each of Lightning's features that
 changes gradients, parameters or the loop, and with what users do to gradients and logs.
 
 Plain Lightning accumulates as many batches as there are microbatches, and gets the microbatches as
@@ -91,18 +91,6 @@ class LogsElsewhere(Base):
         if not self.trainer.is_global_zero:
             self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
-
-
-class LogsTooLate(Base):
-    """The first rank logs values in validation steps, which are gathered when they are not kept any
-    more.
-    """
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        words, targets = batch
-        loss = self.loss(self(words), targets)
-        if self.trainer.is_global_zero:
-            self.log("loss", loss)
 
 
 class WritesView(Base):
@@ -431,7 +419,7 @@ def run_case(case: Case, strategy: dict[str, Any] | None) -> Found:
     factor, arguments = number, dict[str, Any]()
     if strategy is not None:
         factor = 1
-        ours = PipeShiftStrategy(core="values", microbatches=number, **strategy)
+        ours = PipeShiftStrategy(microbatches=number, **strategy)
         arguments = {"strategy": ours, "devices": int(os.environ["WORLD_SIZE"])}
     if case.every > 1 or factor > 1:
         arguments["accumulate_grad_batches"] = case.every * factor
@@ -488,7 +476,6 @@ def test_the_first_rank_of_each_virtual_machine_logs() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (LogsTooLate, {"limit_val_batches": 3}, "is not kept any more"),
         (HooksOnAll, {}, "has a hook on its backward, and several layers in it"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``core="values"`` in ``Trainer.fit``: habits of users train the bits of plain Lightning, with the
+"""Habits of users train the bits of plain Lightning, with the
 same side effects on every rank.
 
 Plain Lightning accumulates as many batches as there are microbatches, and gets the microbatches as
@@ -33,8 +33,8 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.training import QUIET
 
 WIDTH, WORDS, LENGTH, SAMPLES, MICROBATCHES, BATCHES = 16, 11, 6, 8, 4, 3
+NOTED: list[float] = []
 
-CORES = "values", "trace"
 
 COUNTS = {"steps": 0}
 
@@ -539,7 +539,7 @@ def outcome_of(kind: type[Base], options: dict[str, Any] | None, file: Path) -> 
     module.written = file
     arguments: dict[str, Any] = {"accumulate_grad_batches": MICROBATCHES if kind.split else 1}
     if options is not None:
-        options = {"core": "values", "microbatches": MICROBATCHES, **options}
+        options = {"microbatches": MICROBATCHES, **options}
         strategy = PipeShiftStrategy(**options)
         arguments = {"strategy": strategy, "devices": int(os.environ["WORLD_SIZE"])}
     data = batches(is_split=options is None and kind.split)
@@ -658,7 +658,7 @@ class Streamed(IterableDataset[Any]):
 def steps_by_hand(longer: int) -> None:
     """Manual optimization, with a stream that has one batch more on one rank."""
     parts = batches(is_split=False)[: 2 + (int(os.environ["RANK"]) == longer)]
-    strategy = PipeShiftStrategy(core="values", partition="uniform")
+    strategy = PipeShiftStrategy(partition="uniform")
     trainer = pl.Trainer(**QUIET, accelerator="cpu", devices=2, max_epochs=1, strategy=strategy)
     trainer.fit(AccumulatesByHand(), DataLoader(Streamed(parts), batch_size=None))
 
@@ -671,21 +671,6 @@ def test_manual_steps_compare_the_end_of_the_epoch(longer: int) -> None:
     assert all("batch 1 is the epoch's last on" in said for said in found)
 
 
-def with_both_cores(folder: str) -> list[dict[str, Tensor]]:
-    """Trains two virtual machines of two stages with each core."""
-    torch.set_num_threads(1)
-    options = {"partition": "uniform", "virtual_machines": 2}
-    found = [outcome_of(Logs, {**options, "core": core}, Path(folder) / core) for core in CORES]
-    return [each.parameters for each in found]
-
-
-def test_two_virtual_machines_of_two_stages_train_the_bits_of_the_other_core(
-    tmp_path: Path,
-) -> None:
-    for values, trace in run_ranks(with_both_cores, 4, str(tmp_path)):
-        assert [name for name, x in values.items() if not torch.equal(x, trace[name])] == []
-
-
 class LooksAtThePlan(Base):
     """Notes what the plan says of times."""
 
@@ -695,7 +680,9 @@ class LooksAtThePlan(Base):
         self.noted.append((strategy.plan.prediction, seconds, strategy.plan.ranks))
 
 
-def test_a_cut_by_bytes_predicts_no_times(tmp_path: Path) -> None:
+def test_a_cut_that_needs_no_times_predicts_none(tmp_path: Path) -> None:
     """Warnings of slow ranks compared real steps with the seconds that stood for bytes."""
-    for (found,) in run_ranks(run_all, 2, {}, str(tmp_path), [LooksAtThePlan]):
+    for (found,) in run_ranks(
+        run_all, 2, {"partition": "uniform"}, str(tmp_path), [LooksAtThePlan]
+    ):
         assert found.noted == [(None, {0.0}, ((0, 1),))]

@@ -73,7 +73,12 @@ class Compiled(Trains):
 
 
 def held_bytes(model: L.LightningModule) -> int:
-    """The bytes of all tensors that the process can reach."""
+    """The bytes of all tensors that the process can reach; also where a step may not use them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _held_bytes(model)
+
+
+def _held_bytes(model: L.LightningModule) -> int:
     found = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
     # Those that Python has not seen yet.
     found += [p.grad for p in model.parameters() if p.grad is not None]
@@ -139,7 +144,7 @@ def test_the_same_bits(name: str) -> None:
 def test_a_model_with_a_tied_head() -> None:
     size = sum(p.nbytes for p in Gpt2().parameters())
     expected = run_ranks(train, 1, None, module=Gpt2)
-    (found,) = run_ranks(train, 1, 1.8 * size, module=Gpt2)
+    (found,) = run_ranks(train, 1, 1.85 * size, module=Gpt2)
     assert same_bits(found, expected[0])
     names = [layer.name for layer in found["plan"].layers]
     waiting = {names[layer] for layer in found["plan"].weights_on_host[0]}

@@ -16,7 +16,6 @@ NCCL = "runtime/comm/backends.py"
 
 # What else mentions CUDA, and why.
 EXCEPTIONS = {
-    "model/trace/operations.py __cuda_array_interface__": "an attribute of torch's tensors",
     "model/parameters/deferred_init.py cuda": "a method of torch's tensors",
 }
 

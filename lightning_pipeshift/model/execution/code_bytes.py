@@ -8,7 +8,7 @@ and in the backward the nodes of its graph, which are found from the tensors tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 
 class CodeBytes(OperationMode):
@@ -31,17 +30,17 @@ class CodeBytes(OperationMode):
         observer: has a record of the tensors that are saved.
         table: of the microbatch.
         left_out: addresses of memory that is counted elsewhere: the model's own, and what the stage
-            has received.
+            has received, also later.
     """
 
     def __init__(
-        self, device: torch.device, observer: Observer, table: SavedTable, left_out: Iterable[int]
+        self, device: torch.device, observer: Observer, table: SavedTable, left_out: Set[int]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._observer = observer
         self._table = table
-        self._left_out = frozenset(left_out)
+        self._left_out = left_out
         self._layer = 0
         self._live: LiveBytes | None = None
         self._saved_before: dict[int, Any] = {}
@@ -57,7 +56,7 @@ class CodeBytes(OperationMode):
         return results
 
     def _is_counted_elsewhere(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or isinstance(value, Placeholder):
+        if not isinstance(value, Tensor):
             return True
         if self._table.is_there_anyway(value, self._left_out):
             return True

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 log = logging.getLogger(__name__)
 
 
-class FiniteCheck(LayerListener):
+class FiniteCheck:
     """Checks the arguments and the results of the layers of one microbatch on one stage.
 
     NaN is an error. Infinite values need not be one (masked scores are infinite), so the first
@@ -38,31 +35,34 @@ class FiniteCheck(LayerListener):
         self._place = place
         self._first_infinite: str | None = None
 
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """Raises NotFiniteError if an argument of a layer is NaN."""
+    def given(self, name: str, arguments: Any) -> None:
+        """Raises NotFiniteError if an argument of the layer of this name is NaN."""
         leaves, _ = flatten(arguments, opens_objects=True)
         if _has(torch.isnan, leaves):
             raise NotFiniteError(
-                f"NaN first appears in the arguments of the layer {gate.name!r}, in {self._place}:"
+                f"NaN first appears in the arguments of the layer {name!r}, in {self._place}:"
                 " in the batch, or in the code before this layer."
             )
 
-    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
-        """Raises NotFiniteError if a layer returns NaN without NaN in its arguments."""
+    def returned(self, name: str, arguments: Any, results: Iterable[Any]) -> None:
+        """Raises NotFiniteError if the layer of this name returns NaN without NaN in its
+        arguments.
+        """
+        results = list(results)
         if _has(torch.isnan, results):
             given, _ = flatten(arguments, opens_objects=True)
             cause = " It was given infinite values." if _has(torch.isinf, given) else ""
             raise NotFiniteError(
-                f"NaN first appears in the result of the layer {gate.name!r}, in {self._place}."
+                f"NaN first appears in the result of the layer {name!r}, in {self._place}."
                 f"{cause}{self._infinite}"
             )
         if self._first_infinite is None and _has(torch.isinf, results):
             given, _ = flatten(arguments, opens_objects=True)
             if not _has(torch.isinf, given):
-                self._first_infinite = gate.name
+                self._first_infinite = name
                 log.warning(
                     "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
-                    gate.name,
+                    name,
                     self._place,
                 )
 
@@ -106,7 +106,6 @@ def _has(kind: Any, leaves: Iterable[Any]) -> bool:
         bool(kind(leaf).any())
         for leaf in leaves
         if isinstance(leaf, Tensor)
-        and not isinstance(leaf, Placeholder)
         and not leaf.is_meta
         and leaf.layout is torch.strided
         and (leaf.is_floating_point() or leaf.is_complex())

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import OperationMode, storage_key
 from lightning_pipeshift.model.execution.trees import leaves_of
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 
 class LiveBytes(OperationMode):
@@ -57,7 +56,7 @@ class LiveBytes(OperationMode):
 
     def storage_of(self, value: Any) -> torch.UntypedStorage | None:
         """The memory of a tensor, if it is on the device; ``None`` for anything else."""
-        is_real = isinstance(value, Tensor) and not isinstance(value, Placeholder)
+        is_real = isinstance(value, Tensor)
         if not is_real or value.layout is not torch.strided:
             return None
         storage: torch.UntypedStorage = value.untyped_storage()

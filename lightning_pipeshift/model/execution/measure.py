@@ -6,7 +6,7 @@ This gives a first estimate, for the plan of the first steps. Training itself is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,18 +16,24 @@ from torch import Tensor
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.user_state.preserve import Arguments
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 _REPEATS = 3
+
+
+class Unknown(NamedTuple):
+    """Stands for a tensor of which no rank has the values yet."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Figures(NamedTuple):
@@ -89,17 +95,20 @@ class Stopwatch:
         self._addresses = frozenset(map(address_of, self.held))
         self._known: dict[Any, Figures | None] = {}
 
-    def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Times the layer on inputs like these, unless it fails on synthetic inputs."""
-        leaves, rebuild = flatten((args, kwargs))
+    def observe_call(self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Rebuild) -> None:
+        """Times the layer on inputs like these, unless it fails on synthetic inputs.
+
+        Args:
+            gate: that of the layer.
+            leaves: of the arguments.
+            rebuild: builds arguments of such leaves.
+        """
         signature = (
             type(gate.layer),
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
             tuple(
                 # A layer's output requires a gradient, and then more is saved for the backward.
-                (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
-                if isinstance(x, Tensor)
-                else repr(x)
+                (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x)
                 for x in leaves
             ),
         )
@@ -113,38 +122,8 @@ class Stopwatch:
             before = self.figures.get(gate.index)
             self.figures[gate.index] = figures if before is None else before.plus(figures)
 
-    def begin(self) -> None:
-        """Called when the step is traced, which may be again."""
-        self.figures.clear()
-
-    def take_code(
-        self, saved: Mapping[int, Sequence[SavedTensor]], working_bytes: Mapping[int, int]
-    ) -> None:
-        """Adds what the code around layers takes to the figures of these layers.
-
-        Args:
-            saved: the tensors that it saves for the backward, by layer.
-            working_bytes: what it takes for a moment, by layer.
-        """
-        for layer in saved.keys() & self.figures.keys():
-            mine, tensors = self.figures[layer], tuple(saved[layer])
-            self.figures[layer] = mine._replace(
-                tensors=mine.tensors + tensors,
-                # They are kept when the layer is recomputed, like its inputs.
-                input_bytes=mine.input_bytes + sum(tensor.num_bytes for tensor in tensors),
-                code_bytes=working_bytes.get(layer, 0),
-            )
-
-    def renumber(self, place_of: Sequence[int]) -> None:
-        """Changes the indices of the layers.
-
-        Args:
-            place_of: the new index of each layer.
-        """
-        self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
-
     def _time(
-        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, trains: bool
+        self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Any, trains: bool
     ) -> Figures | None:
         slots = slots_of(gate.layer)
         forward = backward = float("inf")
@@ -198,7 +177,7 @@ class Stopwatch:
         )
 
     def _working_bytes(
-        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, slots: Sequence[Slot]
+        self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Any, slots: Sequence[Slot]
     ) -> int:
         """The peak memory of a forward and backward of the layer, without its parameters, buffers,
         accumulated gradients, and the batch.
@@ -229,7 +208,7 @@ class Stopwatch:
     def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
         """The addresses of synthetic inputs that replace memory in use anyway."""
         for leaf, number in zip(leaves, made_up, strict=True):
-            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+            is_real = isinstance(leaf, Tensor)
             if is_real and address_of(leaf) in self._addresses:
                 yield address_of(number)
 
@@ -260,7 +239,7 @@ class Stopwatch:
         return tensor.detach().to(self._device, copy=is_buffer)
 
     def _made_up(self, leaf: Any, trains: bool) -> Any:
-        if not isinstance(leaf, Placeholder):
+        if not isinstance(leaf, Unknown):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         numbers = self._numbers(leaf)
         if trains and (numbers.is_floating_point() or numbers.is_complex()):
@@ -268,7 +247,7 @@ class Stopwatch:
             return GradientBox(numbers).open()
         return numbers
 
-    def _numbers(self, like: Tensor) -> Tensor:
+    def _numbers(self, like: Tensor | Unknown) -> Tensor:
         if like.dtype.is_floating_point or like.dtype.is_complex:
             return torch.randn(like.shape, device=self._device).to(like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=self._device)

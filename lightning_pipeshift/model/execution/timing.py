@@ -1,9 +1,9 @@
 """Times every layer, forward and backward, while training runs.
 
-A forward is timed at the gate. A backward is not a call: autograd runs the nodes of all layers one
-after the other, the last first. So a hook on a layer's outputs marks the moment at which the
-backward enters the layer; the layer's backward lasts until the backward enters the layer before it,
-or ends. The user code between two layers counts for the earlier one.
+A forward is timed around the layer's call. A backward is not a call: autograd runs the nodes of all
+layers one after the other, the last first. So a hook on a layer's outputs marks the moment at which
+the backward enters the layer; the layer's backward lasts until the backward enters the layer before
+it, or ends. The user code between two layers counts for the earlier one.
 
 On a GPU the marks are events in the stream, read after they have completed: no code waits for them.
 """
@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import leaves_of
-from lightning_pipeshift.model.gates.gate import Gate
 
 _MOST_SAMPLES = 512
 
@@ -53,7 +51,7 @@ class Samples:
         return median(self._values)
 
 
-class Timer(LayerListener):
+class Timer:
     """The times of one stage's layers and actions.
 
     Args:
@@ -102,19 +100,9 @@ class Timer(LayerListener):
 
         return run
 
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """See :class:`LayerListener`."""
-        self._start()
-
     def _start(self) -> None:
         self._begin = self.now()
         self._clocks = time.thread_time(), time.perf_counter()
-
-    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
-        """See :class:`LayerListener`. Also marks the moment at which a backward reaches the first
-        of the results.
-        """
-        self._stop(gate.index, results)
 
     def _stop(self, layer: int, results: Sequence[Any]) -> None:
         self.add("forward", layer, self._begin, self.now())

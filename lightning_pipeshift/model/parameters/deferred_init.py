@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     COPY_TO,
     MODULE_TABLES,
@@ -42,7 +43,6 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.model.trace.schema import written_arguments
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 
 _META = torch.device("meta")

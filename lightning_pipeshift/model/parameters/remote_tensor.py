@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     FOR_EACH,
     PARAMETER_MARK,
@@ -33,8 +34,6 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError, PipeShiftError, some_of
-from lightning_pipeshift.model.trace.placeholder import META, Placeholder
-from lightning_pipeshift.model.trace.schema import written_arguments
 
 _NORMS = (
     "Norms of gradients over all stages come from `self.clip_gradients` and"
@@ -127,7 +126,9 @@ class RemoteTensor(Tensor):
             is_the_models: whether it is a parameter or buffer itself, and remains one whatever is
                 written to it.
         """
-        data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+        data = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
         made = cls(data, _Home(frozenset(computed_from), is_the_models), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             mark_as_parameter(made)
@@ -177,9 +178,6 @@ class RemoteTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(issubclass(kind, Placeholder) for kind in types):
-            # The other class, a placeholder's, computes the shape.
-            return NotImplemented
         return _dispatch(func, args, kwargs or {})
 
     # --- methods that do not dispatch an operation ---
@@ -219,7 +217,7 @@ class RemoteTensor(Tensor):
             # A part of a model that no rank can hold whole, and that remains distributed after the
             # run.
             is_parameter = isinstance(self, nn.Parameter)
-            like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
+            like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
             return _unpickled, (like, self.computed_from, self.requires_grad, is_parameter)
         raise self._saving("pickled")
 
@@ -278,7 +276,7 @@ def _without_values(
     before |= {id(leaf): leaf for leaf in absent}
     plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
     if plain_kwargs.get("device") is not None:
-        plain_kwargs["device"] = META
+        plain_kwargs["device"] = torch.device("meta")
     if "generator" in plain_kwargs:
         plain_kwargs["generator"] = None
     try:
@@ -392,8 +390,8 @@ def _on_meta(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.is_meta:
         return leaf
     if leaf.layout != torch.strided:
-        return leaf.to(META)
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+        return leaf.to("meta")
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _some_numbers(leaf: Any) -> Any:

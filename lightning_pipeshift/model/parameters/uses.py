@@ -79,7 +79,7 @@ class ParameterUse:
         layers: the indices of the layers whose modules refer to it.
         used_in: the indices of the layers that use it when they are called: those whose modules
             refer to it, and others that have another reference to it.
-        is_tied: whether several modules with their own random stream refer to it.
+        is_tied: whether several layers, or one and a module outside of layers, refer to it.
         everywhere: whether user code uses it, so that every stage has to hold it.
     """
 
@@ -122,7 +122,6 @@ def parameter_uses(
     layers: list[nn.Module],
     touched: Mapping[int, Set[int]],
     called: Container[int] | None = None,
-    scopes: Iterable[nn.Module] = (),
 ) -> list[ParameterUse]:
     """Returns every parameter of ``root`` in the order of ``root.named_parameters()``, with its
     users.
@@ -133,9 +132,8 @@ def parameter_uses(
         touched: by the identity of a parameter that is used other than through its own layer, the
             layers that use it in this way; empty if only code between layers does.
         called: the indices of the layers that a training step calls; by default all.
-        scopes: the modules with their own random stream; by default the layers.
     """
-    scope_of = _scope_of(root, [*layers, *scopes])
+    scope_of = _scope_of(root, layers)
     members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     slots: dict[int, list[Slot]] = {}
     for slot in slots_of(root):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
 
 
@@ -48,19 +47,12 @@ class BetweenLayers:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which PipeShift's hooks handle the tensors saved outside of layers."""
-        return saving(self._pack, _unpacked)
+        return saving(self._pack, Saved.get)
 
-    def _pack(self, tensor: Tensor) -> Saved | Placeholder:
-        if isinstance(tensor, Placeholder):
-            # Activation checkpointing in the model saves the inputs of a skipped layer.
-            return tensor
+    def _pack(self, tensor: Tensor) -> Saved:
         number, self._number = self._number, self._number + 1
         if self._observer is not None:
             is_there = self._table.is_there_anyway(tensor, self._resident)
             maker = f"code {'in front' if number < BEHIND else 'behind'}"
             self._observer.note(tensor, self._layer, number, maker, is_there)
         return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)
-
-
-def _unpacked(held: Saved | Placeholder) -> Tensor:
-    return held if isinstance(held, Placeholder) else held.get()

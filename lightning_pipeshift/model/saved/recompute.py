@@ -32,11 +32,11 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import (
     GIVEN,
     Observer,
@@ -45,7 +45,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     SavedTable,
     resident_in,
 )
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.user_state.preserve import Arguments
 
 Ambient = Callable[[], AbstractContextManager[object]]
@@ -60,17 +59,20 @@ class LayerCall:
         kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
+        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
-        gate: Gate,
+        gate: NamedLayer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
+        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.gate = gate
+        self._forward = forward or gate.run
         self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
@@ -93,7 +95,7 @@ class LayerCall:
             # A saved tensor may be a view of a weight.
             unpack = Saved.get if self.gate.weights is None else partial(_unpacked, self.gate)
             stack.enter_context(saving(pack, unpack))
-            return self.gate.run(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
@@ -107,7 +109,7 @@ class LayerCall:
         return self._table.save(tensor, self.gate.index, number, self._resident)
 
 
-def _unpacked(gate: Gate, saved: Saved) -> Tensor:
+def _unpacked(gate: NamedLayer, saved: Saved) -> Tensor:
     """A saved tensor, and its layer's weights."""
     gate.bring_weights()
     return saved.get()
@@ -124,19 +126,21 @@ class RecomputedRegion(LayerCall):
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
+        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
-        gate: Gate,
+        gate: NamedLayer,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         draw: Callable[[], object],
         table: SavedTable | None = None,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
+        forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(gate, args, kwargs, table or SavedTable(), observer)
+        super().__init__(gate, args, kwargs, table or SavedTable(), observer, forward)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
@@ -315,7 +319,7 @@ class RecomputedRegion(LayerCall):
             stack.enter_context(saving(pack, _never))
             if left_out is not None:
                 stack.enter_context(left_out)
-            self.gate.run(*args, **kwargs)
+            self._forward(*args, **kwargs)
         if left_out is not None and not left_out.is_like_the_first:
             self._fail("the results of other operations", "not the same")
         if len(fresh) != len(self._saved):
@@ -371,7 +375,7 @@ class _Input:
         self._value = leaf
         self._saved: Saved | None = None
         self._needs_gradient = False
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | nn.Parameter):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
             self._value = None
             self._saved = table.save(leaf, layer, GIVEN, frozenset())
             self._needs_gradient = leaf.requires_grad

@@ -30,9 +30,8 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen
-from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 T = TypeVar("T")
@@ -376,7 +375,7 @@ class Observer:
 
     @contextmanager
     def around(
-        self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
+        self, gate: NamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
     ) -> Iterator[Origins]:
         """Context of a layer's call, in which the maker of each tensor is recorded."""
         self.of_inputs[gate.index] = bytes_of(
@@ -389,7 +388,7 @@ class Observer:
         ]
         with Origins(gate.layer, self._timed) as origins:
             for leaf in leaves_of((args, kwargs)):
-                if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
+                if isinstance(leaf, Tensor):
                     origins.note(leaf, "input")
             yield origins
         self.of_layers[gate.index] = origins.with_parts(self.of_layers[gate.index])
@@ -539,9 +538,7 @@ class Origins(OperationMode):
 def bytes_of(tensors: Iterable[Any]) -> int:
     """The total bytes of the tensors among some values; placeholders take nothing."""
     return sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in tensors
-        if isinstance(tensor, Tensor) and not isinstance(tensor, Placeholder)
+        tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor)
     )
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
-
-from torch import Tensor, nn
 
 _FRAMEWORKS = frozenset(
     [
@@ -28,24 +24,6 @@ _FRAMEWORKS = frozenset(
 def is_framework(name: str) -> bool:
     """Whether a Python module is of a framework, or of Python's own base classes."""
     return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
-
-
-def is_user_object(value: Any) -> bool:
-    """Whether a value is an object of user code with attributes, such as a meter. Containers of
-    classes of their own and `random.Random` are, too: ask for those first.
-    """
-    known = nn.Module | Tensor | type | ModuleType | FunctionType | MethodType | Enum
-    return (
-        not isinstance(value, known)
-        and not is_framework(type(value).__module__)
-        and (isinstance(getattr(value, "__dict__", None), dict) or any(_slots(type(value))))
-    )
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes that an object has."""
-    own = getattr(value, "__dict__", None)
-    return {**slots_of(value), **(own if isinstance(own, dict) else {})}
 
 
 def slots_of(value: Any) -> dict[str, Any]:

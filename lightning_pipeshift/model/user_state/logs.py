@@ -18,7 +18,6 @@ from torchmetrics import Metric
 from lightning_pipeshift.model.execution.microbatch import weighted_mean
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
-from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 
 class MetricRef(NamedTuple):
@@ -101,7 +100,7 @@ _LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 
 
 def _detached(leaf: Any) -> Any:
-    is_here = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+    is_here = isinstance(leaf, Tensor)
     return leaf.detach().clone() if is_here else leaf
 
 

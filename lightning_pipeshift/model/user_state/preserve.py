@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +30,7 @@ _MOST_OBJECTS = 200_000
 
 
 @contextmanager
-def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserved(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
     """Context after which Python objects have their earlier state: the modules' attributes, those
     of the Trainer (``should_stop``), containers and objects that the modules refer to, the classes
     of user code among them, and the variables of the Python modules that define these classes. The
@@ -37,7 +38,7 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     The values of tensors are not restored; a mode prevents writes to them (see
     :mod:`~lightning_pipeshift.model.user_state.isolation`). State outside of the process is not
-    restored.
+    restored. Gets the iterators among the objects: what they have yielded cannot be put back.
     """
     undo = _Undo()
     modules = list(modules)
@@ -48,7 +49,7 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
         undo.remember_class(kind)
     try:
-        yield
+        yield undo.iterators
     finally:
         undo.undo()
 
@@ -83,6 +84,7 @@ class _Undo:
         self._seen: dict[int, Any] = {}
         self._restore: list[Callable[[], None]] = []
         self._num_left = _MOST_OBJECTS
+        self.iterators: list[Any] = []
 
     def undo(self) -> None:
         for restore in reversed(self._restore):
@@ -133,6 +135,8 @@ class _Undo:
             if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
                 copied = value.copy()
                 self._restore.append(lambda: np.copyto(value, copied))
+        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+            self.iterators.append(value)
         elif (
             self._frameworks_too
             or isinstance(value, nn.Module)

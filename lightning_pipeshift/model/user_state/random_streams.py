@@ -1,16 +1,10 @@
 """Random streams that do not depend on the stage of a layer.
 
 All random numbers of a step come from a stream for each (seed, purpose, step, microbatch, virtual
-machine) and position in the forward pass: a layer has its own stream, and so has the user code
-before each layer, which runs on every stage. In a model with few layers, their parts have their own
-streams too, so the number of stages, and how finely the model is split for them, have no effect. So
-a mask drawn in ``training_step`` is the same on all stages, and dropout is the same on every split
-and across every migration. This covers torch on the CPU and on the stage's device, NumPy and
-Python's ``random``.
-
-The user code has a stream for each interval between layers, and not one for the whole pass, because
-a stage that runs it on placeholders draws fewer numbers: those of an interval must not depend on
-what was drawn before it.
+machine) and call of a layer, or operation on values; the rest of the user's step, which runs on
+every stage, has one of its own. So a mask drawn in ``training_step`` is the same on all stages, and
+dropout is the same on every split and across every migration. This covers torch on the CPU and on
+the stage's device, NumPy and Python's ``random``.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -40,29 +33,7 @@ from lightning_pipeshift.errors import LayerError
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
-# After so many places in a pass without a draw from NumPy or `random`, the code is assumed not to
-# draw from them, and they are not switched any more.
-_MOST_LOOKS = 1024
-
 _python_position = python_position()
-
-Position = tuple[int, ...]
-"""A position in a forward pass, by the modules with their own stream that have begun and ended
-before it: the number of these begins and ends, and inside of such a module the number of those of
-its parts. So what a module does inside of it changes no position behind it: a part may be compiled,
-so that its begin is not seen, or the module may be skipped."""
-
-START: Position = (0,)
-
-
-def begun(position: Position) -> Position:
-    """The position inside of a module that begins here."""
-    return (*position[:-1], position[-1] + 1, 0)
-
-
-def ended(position: Position) -> Position:
-    """The position behind the module that ends here."""
-    return (*position[:-2], position[-2] + 1) if len(position) > 1 else position
 
 
 def stream_seed(*key: int | str) -> int:
@@ -87,27 +58,7 @@ class RandomStreams:
         self._numpy_generators: list[np.random.MT19937] = []
         self._numpy_places: list[ctypes.c_int] = []
         """The position of each of them: :data:`NUM_WORDS` before the first draw."""
-        self._bases: list[int] = []
-        self._is_host_used = False
-        """Whether code that is not traced has drawn from NumPy or ``random``."""
-        self._num_looks = 0
-
-    def _switches_host(self) -> bool:
-        """Whether NumPy and ``random`` are switched for code that is not traced; checks whether it
-        has drawn from them since the last call.
-        """
-        if self._is_host_used:
-            return True
-        self._is_host_used = self.has_drawn_on_host()
-        if self._is_host_used and self._num_looks == _MOST_LOOKS:
-            warnings.warn(
-                "The model has drawn from NumPy or `random` for the first time after many steps:"
-                " in this step alone, it may draw other numbers than it would on several stages."
-                " Draw in every step, or from torch.",
-                stacklevel=2,
-            )
-        self._num_looks = min(self._num_looks + 1, _MOST_LOOKS)
-        return self._is_host_used or self._num_looks < _MOST_LOOKS
+        self._depth = 0
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
@@ -117,15 +68,15 @@ class RandomStreams:
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
         numpy_state: Any = np.random.get_state(legacy=False)
-        self._bases.append(0)
-        if len(self._numpy_generators) < len(self._bases):
+        self._depth += 1
+        if len(self._numpy_generators) < self._depth:
             self._numpy_generators.append(np.random.MT19937(0))
             self._numpy_places.append(position_of(self._numpy_generators[-1]))
         try:
             self.begin(*key)
             yield
         finally:
-            self._bases.pop()
+            self._depth -= 1
             np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
             if numpy_state["has_gauss"]:
                 # NumPy's normal draws come in pairs; changing the generator drops the spare one.
@@ -134,40 +85,9 @@ class RandomStreams:
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
 
-    def begin(self, *key: int | str, host: bool = True) -> None:
-        """Inside :meth:`switched`: makes later draws come from another key's stream.
-
-        Args:
-            key: the stream's.
-            host: see :meth:`go_to`.
-        """
-        self._bases[-1] = stream_seed(*key)
-        self._seed(self._bases[-1], host)
-
-    def resume(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: makes later calls of :meth:`go_to` use another key's streams.
-        Until then, draws come from the same stream as before.
-        """
-        self._bases[-1] = stream_seed(*key)
-
-    def go_to(self, position: Position, host: bool | None = True) -> int:
-        """Inside :meth:`switched`: makes later draws come from the stream of a position in the
-        pass.
-
-        Args:
-            position: the position.
-            host: whether to switch NumPy and ``random`` too, which costs several times as much;
-                ``None``: as needed by code that is not traced.
-
-        Returns:
-            The seed.
-        """
-        seed = _mixed(self._bases[-1] + position[0])
-        for count in position[1:]:
-            seed = _mixed(seed + count) if count else seed
-        seed >>= 1
-        self._seed(seed, self._switches_host() if host is None else host)
-        return seed
+    def begin(self, *key: int | str) -> None:
+        """Inside :meth:`switched`: makes later draws come from another key's stream."""
+        self._seed(stream_seed(*key))
 
     def torch_states(self) -> list[Tensor]:
         """The states of torch's generators: that of the CPU, and of the stage's device."""
@@ -175,18 +95,17 @@ class RandomStreams:
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
-        has_drawn = self._numpy_places[len(self._bases) - 1].value != NUM_WORDS
+        has_drawn = self._numpy_places[self._depth - 1].value != NUM_WORDS
         return has_drawn or _python_position() != NUM_WORDS
 
-    def _seed(self, seed: int, host: bool) -> None:
+    def _seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
-        if host:
-            random.seed(seed)
-            numpy_generator = self._numpy_generators[len(self._bases) - 1]
-            seed_in_place(numpy_generator, seed & _MASK_32)
-            # Setting it again also drops the spare number of NumPy's paired normal draws.
-            np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+        random.seed(seed)
+        numpy_generator = self._numpy_generators[self._depth - 1]
+        seed_in_place(numpy_generator, seed & _MASK_32)
+        # Setting it again also drops the spare number of NumPy's paired normal draws.
+        np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
 
 
 def _mixed(number: int) -> int:

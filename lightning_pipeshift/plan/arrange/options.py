@@ -26,7 +26,6 @@ _WORDS: Final = {
     "process_group_backend": (None, "nccl", "gloo"),
     "gradient_aggregation": ("auto", "ring", "allreduce"),
     "recompute": RECOMPUTE,
-    "core": ("trace", "values"),
 }
 """The options that are one of a few words."""
 
@@ -61,7 +60,6 @@ class Options:
     stall_timeout: float = 60.0
     lane_marks: bool | Mapping[str, int] = True
     overlap_updates: bool = True
-    core: Literal["trace", "values"] = "trace"
 
     def __post_init__(self) -> None:
         _check_microbatches(self.microbatches)
@@ -144,11 +142,9 @@ class Options:
     @property
     def may_reorder(self) -> bool:
         """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
-        of an asynchronous schedule follow each other from the first rank on; ``core="values"`` does
-        not measure layers.
+        of an asynchronous schedule follow each other from the first rank on.
         """
-        measures = self.core != "values" and not self.is_asynchronous
-        return self.is_free and self.named_ranks is None and measures
+        return self.is_free and self.named_ranks is None and not self.is_asynchronous
 
     @property
     def leaves_numbers(self) -> bool:

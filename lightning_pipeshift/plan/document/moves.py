@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
 
 from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.document.plan import Plan
@@ -63,17 +62,15 @@ def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[in
                 )
 
 
-def placement_after(plan: Plan, moves: Iterable[Move], may_scatter: bool = False) -> Placement:
+def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
     """The owners of all layers after all of the moves.
 
     Args:
         plan: the plan before.
         moves: the moves.
-        may_scatter: whether a stage's layers need not be contiguous.
 
     Raises:
-        PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
-            whose layers would no longer be contiguous.
+        PlanError: an unknown layer, stage or virtual machine; or two moves of one layer.
     """
     moves = list(moves)
     names = [layer.name for layer in plan.layers]
@@ -88,19 +85,7 @@ def placement_after(plan: Plan, moves: Iterable[Move], may_scatter: bool = False
             if moved[vm, move.layer] > 1:
                 raise PlanError(f"two moves of the layer {move.layer!r} in one step; give one")
             owners[vm][names.index(move.layer)] = move.stage
-    for vm, stages in enumerate(owners if not may_scatter else ()):
-        _require_contiguous(vm, stages, names)
     return Placement.of(owners, [plan.placement.num_stages(vm) for vm in range(count)])
-
-
-def _require_contiguous(vm: int, stages: Sequence[int], names: Sequence[str]) -> None:
-    for layer, (before, after) in enumerate(pairwise(stages)):
-        if after < before:
-            raise PlanError(
-                f"in virtual machine {vm} the layer {names[layer + 1]!r} would be on stage "
-                f"{after}, and {names[layer]!r}, which is called before it, on stage {before}: a "
-                "stage's layers have to be contiguous. Move the layers between them too"
-            )
 
 
 def in_parts(

@@ -34,7 +34,7 @@ def draw(plan: Plan) -> str:
     if not measured:
         # A drawing before the first profile: layers of equal time.
         layers = tuple(replace(layer, forward_seconds=1.0) for layer in plan.layers)
-        plan = replace(plan, layers=layers)
+        plan = replace(plan, layers=layers, prediction=None)
     timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
     step_seconds = max(timeline.step_seconds for timeline in timelines.values())
     scale = Scale.fitting(

@@ -1,9 +1,4 @@
-"""The owners of layers.
-
-A placement has the owners at one time. An ownership has them over a whole run, as a function of the
-microbatch, so that a layer can change its owner while earlier microbatches are still in flight
-(CN115454655A: new forwards use the new structure while backwards in flight use the old one).
-"""
+"""The owners of layers."""
 
 from __future__ import annotations
 
@@ -114,71 +109,6 @@ class Placement:
             return [layer for layer, owner in enumerate(self.owners[vm]) if owner == stage]
         first = self.bounds(vm)[stage]
         return range(first, first + self.counts[vm][stage])
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Placements, and the microbatch from which each applies.
-
-    Microbatches are counted over the whole run."""
-
-    history: tuple[tuple[int, Placement], ...]
-
-    def __post_init__(self) -> None:
-        starts = [start for start, _ in self.history]
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise PartitionError(
-                f"an ownership whose placements hold from microbatches {starts}; "
-                "they begin at 0 and ascend"
-            )
-        for _, placement in self.history:
-            _require_same_shape(self.history[0][1], placement)
-
-    @classmethod
-    def of(cls, placement: Placement) -> Ownership:
-        """A placement that applies from the start."""
-        return cls(((0, placement),))
-
-    def moved(self, placement: Placement, from_microbatch: int) -> Ownership:
-        """Another placement from a microbatch on, the cut-over; before it the present one.
-
-        A second change at the same cut-over replaces the first, as no microbatch would lie between
-        them. Raises PartitionError for an earlier one: changes that have been announced to other
-        stages cannot be withdrawn.
-        """
-        last = self.history[-1][0]
-        if from_microbatch < last:
-            raise PartitionError(
-                f"a placement from microbatch {from_microbatch}, but the last begins at {last}; "
-                f"choose a cut-over at {last} or later"
-            )
-        kept = self.history[:-1] if from_microbatch == last else self.history
-        return Ownership((*kept, (from_microbatch, placement)))
-
-    def placement(self, microbatch: int) -> Placement:
-        """The placement that a microbatch runs under, forward and backward."""
-        if microbatch < 0:
-            raise PartitionError(f"microbatch {microbatch}; they are counted from 0")
-        index = bisect_right(self.history, microbatch, key=lambda entry: entry[0]) - 1
-        return self.history[index][1]
-
-    def stage_of(self, vm: int, layer: int, microbatch: int) -> int:
-        return self.placement(microbatch).stage_of(vm, layer)
-
-    def layers_of(self, vm: int, stage: int, microbatch: int) -> Sequence[int]:
-        return self.placement(microbatch).layers_of(vm, stage)
-
-
-def _require_same_shape(old: Placement, new: Placement) -> None:
-    """Layers move between existing stages; stages are not added or removed during training."""
-    shapes = [(p.num_layers, tuple(map(len, p.counts))) for p in (old, new)]
-    if shapes[0] != shapes[1]:
-        (old_layers, old_stages), (new_layers, new_stages) = shapes
-        raise PartitionError(
-            f"a placement of {new_layers} layers on {new_stages} stages replaces one of "
-            f"{old_layers} layers on {old_stages}; keep the layers, and the stages of every "
-            "virtual machine (0 layers drain a stage)"
-        )
 
 
 def _counts_of(

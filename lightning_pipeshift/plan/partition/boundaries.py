@@ -7,20 +7,23 @@ block balances nearly as well.
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.profile import Profile
 
 
-def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
-    """The boundaries across which no value is sent backwards: layers that are called in turn, each
-    on results of the other, remain on one stage.
+class Crossing(NamedTuple):
+    """What crosses the boundary behind a layer, for a microbatch.
+
+    Args:
+        payload_bytes: of the values.
+        gradient_bytes: of the gradients that come back.
+        may_be_cut: whether no value is sent backwards.
     """
-    impossible: set[int] = set()
-    for call in flow.calls:
-        last = max((value.layer for value in call.needs), default=-1)
-        impossible |= set(range(call.layer + 1, last + 1))
-    return frozenset(range(1, num_layers)) - impossible
+
+    payload_bytes: int = 0
+    gradient_bytes: int = 0
+    may_be_cut: bool = True
 
 
 def cuts_to_try(profile: Profile, num_stages: int) -> frozenset[int]:

@@ -23,9 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.devices.host_memory import pinned_like
-from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import Fetch
-from lightning_pipeshift.model.trace.placeholder import Placeholder, dtype_named, is_dense
 from lightning_pipeshift.plan.inputs.flow import TensorSpec
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
@@ -51,6 +49,7 @@ from lightning_pipeshift.runtime.comm.sockets import (
     keep_for_ever,
     shut_down,
 )
+from lightning_pipeshift.runtime.comm.specs import dtype_named, is_dense
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
@@ -379,8 +378,6 @@ class Channels(Lane):
         layout = layout or Layout()
         sent = Sent(self.watched, self.ranks[to])
         line = self._line(to, direction)
-        for tensor in tensors:
-            _require_value(tensor)
         tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
         if layout.strides is None:
             layout.strides = [tensor.stride() for tensor in tensors]
@@ -645,12 +642,3 @@ def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
             return flat.view(shape)
     with_gaps = torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device)
     return with_gaps.copy_(whole).expand(shape)
-
-
-def _require_value(tensor: Tensor) -> None:
-    if isinstance(tensor, Placeholder):
-        raise LayerError(
-            f"A value to be sent was computed from one that this stage does not have ({tensor!r})."
-            " The step runs code again (in its backward) that depends on another stage's layers:"
-            " put that code into one module and name it in `configure_layers()`."
-        )

@@ -6,6 +6,10 @@ that run differently on two stages end with an error, at the first message that 
 A message is a frame with its payload; a large payload is sent behind the frame, without a copy.
 A thread for each other stage receives what comes; the step takes messages in its own order.
 
+No step waits for a device to send or to receive. Where two stages share memory, what a frame says
+is in which buffer the payload is: see :mod:`.memory_link`. Elsewhere a payload is copied to the
+host, and a thread waits until it is there. What is read goes through the host in any case.
+
 Programs that differ may also wait for each other for ever. So a stage that has waited for a second
 tells all others what it waits for, and how many messages it has sent to and received from each of
 them. If nothing is under way between stages that all wait for each other, and that is so twice in a
@@ -17,17 +21,24 @@ from __future__ import annotations
 
 import enum
 import pickle
-import queue
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import USES_OF_ONE, counted_writes, storage_use_count
+from lightning_pipeshift.devices.host_memory import pinned_like
+from lightning_pipeshift.devices.streams import is_asynchronous, on_this_device
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.transfer import Fetch
+from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Taken, Written
 from lightning_pipeshift.runtime.comm.messages import (
     ADVICE,
     MOST_DIMS,
@@ -37,9 +48,10 @@ from lightning_pipeshift.runtime.comm.messages import (
     Place,
     packed,
 )
+from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
-_HEAD = struct.Struct(f"<2q4b2qQq64s96s{MOST_DIMS}q")
+_HEAD = struct.Struct(f"<2q4b3qQq64s96s{MOST_DIMS}q")
 _FRAME_TAG, _PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 # The strides of a tensor that is contiguous, or whose layout does not travel.
 _CONTIGUOUS = -1
@@ -51,11 +63,35 @@ class _Form(enum.IntEnum):
     NOTHING = 0
     IN_FRAME = 1
     BEHIND = 2
+    IN_BUFFER = 3
 
 
-_NOWHERE = Place("", 0, "")
+class _Packed(NamedTuple):
+    """The content of a message, as it is sent.
+
+    Args:
+        form: where the bytes are.
+        data: in the frame; of a form that has none there, empty.
+        behind: the bytes that are sent behind the frame, on their way to the host.
+        num_bytes: how many bytes the receiver gets of it by gloo.
+        strides: of the tensor; ``None`` if they are those of a new one.
+        is_view: whether something else has the tensor's memory.
+    """
+
+    form: _Form
+    data: Tensor
+    behind: Fetch | None = None
+    num_bytes: int = 0
+    strides: tuple[int, ...] | None = None
+    is_view: bool = False
+
+
+_HOST, _NOWHERE = torch.device("cpu"), Place("", 0, "")
 _Answer = tuple[int, Key, Tensor | None]
 """Of a stage that has asked for a value: the stage, the message, and the value if there is one."""
+KEPT_RUNS = 1
+"""A stage may read a value that only another one has by itself in the run that computes it, and in
+so many runs behind that; later, only if its owner reads it in the same run."""
 
 
 class _Wait(NamedTuple):
@@ -87,6 +123,8 @@ class Mailbox:
         ranks: the global rank of each stage.
         stage: this one.
         watched: the context to communicate in.
+        device: where this stage computes.
+        shares_memory_with: the ranks that can reach the memory of this stage's device.
     """
 
     room_bytes = 1 << 17
@@ -99,19 +137,25 @@ class Mailbox:
         ranks: Sequence[int],
         stage: int,
         watched: Watched,
+        device: torch.device = _HOST,
+        shares_memory_with: Collection[int] = (),
     ) -> None:
         self.stage, self.num_stages = stage, len(ranks)
         self.num_bytes_sent = 0
+        self.device = device
+        self._shares_memory = [rank in shares_memory_with for rank in ranks]
+        # Buffers for each other stage, and those of it, by the size of their content: a buffer is
+        # at most twice as large.
+        self._ends: dict[tuple[int, int], MemoryEnd] = {}
+        self._answers: deque[tuple[MemoryEnd, Taken]] = deque()
         self._group, self._members, self._ranks = group, members, ranks
         self._watched = watched
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Makes the context of a wait, for a profiler."""
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
         self._latest: dict[tuple[int, ...], int] = {}
-        self._reads: dict[Key, int] = {}
-        """By message that is a read, the run in which it came: no stage has to take it."""
-        self.run = 0
-        """The run that has begun last."""
         self._error: BaseException | None = None
         self._ended: set[int] = set()
         self._num_waits = 0
@@ -121,14 +165,16 @@ class Mailbox:
         self._num_told = [0] * self.num_stages
         self._under_way: list[tuple[Any, Tensor, int]] = []
         # What takes much memory is let go of when it has been sent; a thread waits for that.
-        self._large: queue.Queue[tuple[Any, Tensor, int] | None] = queue.Queue()
-        self._release: threading.Thread | None = None
+        self._release = InOrder("sent payloads", self._fail)
+        self._large: list[Future[None]] = []
+        # Payloads leave in the order of their frames; another thread waits for the device.
+        self._staging = InOrder("payloads of a device", self._fail)
         self._sending = threading.Lock()
-        # What other stages may read, which of them have got it, and which have asked for it before
-        # it was there, each in which phase.
+        # What other stages may read; by read, which of them have got it; by value, which have asked
+        # for it before it was there: in which run and phase.
         self._offers: dict[Key, tuple[Tensor, int]] = {}
         self._told: dict[Key, set[int]] = {}
-        self._asked: dict[Key, dict[int, int]] = {}
+        self._asked: dict[Key, list[tuple[int, int, int]]] = {}
         self.phase = 0
         """See :meth:`pass_phase`."""
         # The phase of each stage, as far as it has told it.
@@ -139,7 +185,7 @@ class Mailbox:
             for _ in range(self.num_stages)
         ]
         self._threads = [
-            threading.Thread(target=self._receive_all, args=(source,), daemon=True)
+            threading.Thread(target=on_this_device(partial(self._receive_all, source)), daemon=True)
             for source in range(self.num_stages)
             if source != stage
         ]
@@ -149,7 +195,8 @@ class Mailbox:
     # --- sending ---
 
     def send(self, to: int, key: Key, place: Place, content: Tensor | bytes | None) -> None:
-        """Sends a message without waiting. A tensor must not change before :meth:`flush`.
+        """Sends a message without waiting. A tensor in host memory must not change before
+        :meth:`flush`; one of a device may.
 
         Args:
             to: the stage.
@@ -157,68 +204,101 @@ class Mailbox:
             place: in the program.
             content: a tensor, bytes, or ``None`` for a gradient that is not defined.
         """
-        form, strides = _Form.NOTHING, None
+        is_payload = isinstance(content, Tensor) and content.numel() > 0
+        if is_payload and key.kind is not Kind.READ and self._shares_memory[to]:
+            assert isinstance(content, Tensor)
+            self._send_packed(to, key, place, self._in_buffer(to, content))
+        else:
+            self._send_packed(to, key, place, self._packed(content))
+
+    def _packed(self, content: Tensor | bytes | None) -> _Packed:
+        """The content of a message that goes through the host."""
         # Also where user code has set another default device.
-        data = torch.empty(0, dtype=torch.uint8, device="cpu")
-        is_view = False
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if content is None:
+            return _Packed(_Form.NOTHING, nothing)
         if isinstance(content, bytes):
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
-        elif content is not None:
-            storage = content.untyped_storage()
-            is_view = storage_use_count(storage) > USES_OF_ONE
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else nothing
+            strides, is_view = None, False
+        else:
+            is_view = _is_view(content)
             data, strides = packed(content.detach())
-        if content is not None:
-            form = _Form.IN_FRAME if data.numel() <= self.room_bytes else _Form.BEHIND
-        in_frame = data.numel() if form is _Form.IN_FRAME else 0
-        frame = torch.empty(_HEAD.size + in_frame, dtype=torch.uint8, device="cpu")
+        is_on_host = data.device.type == "cpu"
+        if data.numel() <= self.room_bytes * is_on_host:
+            data = data if is_on_host else nothing
+            return _Packed(_Form.IN_FRAME, data, None, data.numel(), strides, is_view)
+        fetch = Fetch(data, is_kept=False)
+        return _Packed(_Form.BEHIND, nothing, fetch, data.numel(), strides, is_view)
+
+    def _in_buffer(self, to: int, content: Tensor) -> _Packed:
+        """The content of a message that another stage copies from a buffer of this one."""
+        self._give_back()
+        is_view = _is_view(content)
+        data, strides = packed(content.detach())
+        size = data.numel().bit_length()
+        said = pickle.dumps((size, data.numel(), self._end(to, size).write([data])))
+        frame = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return _Packed(_Form.IN_BUFFER, frame, None, frame.numel(), strides, is_view)
+
+    def _give_back(self) -> None:
+        """Makes buffers free that other stages have copied from."""
+        while self._answers:
+            end, answer = self._answers.popleft()
+            end.give_back(answer)
+
+    def _end(self, stage: int, size: int) -> MemoryEnd:
+        end = self._ends.get((stage, size))
+        if end is None:
+            end = self._ends[stage, size] = MemoryEnd(self.device)
+        return end
+
+    def _send_packed(self, to: int, key: Key, place: Place, content: _Packed) -> None:
+        data, strides = content.data, content.strides
+        frame = torch.empty(_HEAD.size + data.numel(), dtype=torch.uint8, device="cpu")
         _HEAD.pack_into(
             frame.numpy().data,
             0,
             key.step,
             key.turn,
             key.kind,
-            form,
+            content.form,
             _CONTIGUOUS if strides is None else len(strides),
-            is_view,
+            content.is_view,
             key.part,
             key.serial,
+            key.read_in,
             place.digest,
-            data.numel(),
+            content.num_bytes,
             _cut(place.label, 64),
             _cut(place.line, 96),
             *((strides or ()) + (0,) * MOST_DIMS)[:MOST_DIMS],
         )
-        if in_frame:
+        if data.numel():
             frame[_HEAD.size :] = data
         with self._sending:
-            if key.kind not in (Kind.WAIT, Kind.ASK, Kind.PASSED):
+            if key.kind.is_of_program:
                 self._sent[to] += 1
-            self._post(frame, to, _FRAME_TAG)
-            if form is _Form.BEHIND:
-                self._post(data, to, _PAYLOAD_TAG)
-            self.num_bytes_sent += data.numel()
-
-    def _post(self, data: Tensor, to: int, tag: int) -> None:
-        with self._watched(self._ranks[to]):
-            work = self._group.send([data], self._members[to], tag)
-        if tag == _FRAME_TAG:
             # It lives until the next flush.
-            self._under_way.append((work, data, to))
-            return
-        self._large.put((work, data, to))
-        if self._release is None:
-            self._release = threading.Thread(target=self._release_all, daemon=True)
-            self._release.start()
+            self._under_way.append((self._post(frame, to, _FRAME_TAG), frame, to))
+            if content.behind is not None:
+                self._send_behind(to, content.behind)
+            self.num_bytes_sent += content.num_bytes
 
-    def _release_all(self) -> None:
-        while (sent := self._large.get()) is not None:
-            try:
-                self._complete_send(sent)
-            except BaseException as error:
-                self._fail(error)
-            # Not until the next one comes.
-            del sent
-            self._large.task_done()
+    def _send_behind(self, to: int, fetch: Fetch) -> None:
+        if is_asynchronous(self.device):
+            self._staging.submit(partial(self._post_behind, to, fetch))
+        else:
+            self._large = [one for one in self._large if not one.done()]
+            self._large.append(self._post_behind(to, fetch))
+
+    def _post_behind(self, to: int, fetch: Fetch) -> Future[None]:
+        data = fetch.wait()
+        sent = self._post(data, to, _PAYLOAD_TAG), data, to
+        return self._release.submit(partial(self._complete_send, sent))
+
+    def _post(self, data: Tensor, to: int, tag: int) -> Any:
+        with self._watched(self._ranks[to]):
+            return self._group.send([data], self._members[to], tag)
 
     def _complete_send(self, sent: tuple[Any, Tensor, int]) -> None:
         work, _, to = sent
@@ -239,43 +319,75 @@ class Mailbox:
         with self._sending:
             end = max(0, len(self._under_way) - all_but)
             done, self._under_way = self._under_way[:end], self._under_way[end:]
+            large, self._large = ([], self._large) if all_but else (self._large, [])
         for sent in done:
             self._complete_send(sent)
-        if not all_but:
-            self._large.join()
+        for future in large:
+            future.result()
+        self._check()
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
     # --- reads ---
 
+    # Whether a read is answered must not depend on which stage is faster. The stage that reads says
+    # in which run and phase; what its owner has to say of that is the same before and after.
+
     def offer(self, key: Key, tensor: Tensor) -> None:
         """Lets other stages ask for a value of this one.
 
         Args:
-            key: of the message that would carry it.
-            tensor: the value.
+            key: of the value: of a message that would carry it, without the run of a read.
+            tensor: the value. See :meth:`copy_offer`.
         """
         with self._offering:
             self._offers[key] = tensor, counted_writes(tensor)
-            asked = self._asked.pop(key, {})
-            answers = [self._answer(to, key, phase) for to, phase in asked.items()]
+            asked = self._asked.pop(key, [])
+            answers = [self._answer(key, *each) for each in asked]
         self._send_all(answers)
 
     def offered(self, key: Key) -> Tensor | None:
-        """Returns the value that other stages may read; ``None`` if it is not kept any more, or if
-        its memory has been written to since.
+        """Returns the value that other stages may read; ``None`` if it is not kept any more.
+
+        Args:
+            key: of the value; or of a read of it, which may come too late.
         """
-        tensor, version = self._offers.get(key) or (None, 0)
-        return tensor if tensor is not None and counted_writes(tensor) == version else None
+        tensor, version = self._offers.get(key._replace(read_in=0)) or (None, 0)
+        is_late = key.read_in > key.step + KEPT_RUNS
+        return None if is_late or tensor is None or counted_writes(tensor) != version else tensor
+
+    def copy_offer(self, key: Key) -> None:
+        """Copies a value, if others may read it: its memory will be written to."""
+        with self._offering:
+            if key in self._offers:
+                copied = self._offers[key][0].clone()
+                self._offers[key] = copied, counted_writes(copied)
+
+    def take_offers(self, other: Mailbox, numbers: Sequence[int]) -> None:
+        """Takes what stages could ask another mailbox of this rank for, which is closed.
+
+        Args:
+            other: it.
+            numbers: the number that each stage has now, by the one that it had there.
+        """
+        self._offers = {
+            key._replace(source=numbers[key.source]): each for key, each in other._offers.items()
+        }
 
     def tell(self, key: Key, place: Place, tensor: Tensor) -> None:
-        """Sends a value that is read to all other stages, once."""
+        """Sends a value that is read to all other stages, once in a run."""
         with self._offering:
             told = self._told.setdefault(key, set())
             todo = [to for to in range(self.num_stages) if to != self.stage and to not in told]
             told.update(todo)
+        # Before this phase a stage may only read what is kept.
+        phase = self.phase if self.offered(key) is None else 0
+        content = self._packed(tensor) if todo else None
         for to in todo:
-            self.send(to, key, place, tensor)
+            assert content is not None
+            self._send_packed(to, key, place._replace(digest=phase), content)
 
     def ask(self, key: Key, place: Place) -> None:
         """Asks for a value that this stage reads, and its owner perhaps does not.
@@ -287,16 +399,17 @@ class Mailbox:
         asked = key._replace(source=self.stage, kind=Kind.ASK)
         self.send(key.source, asked, place._replace(digest=self.phase), None)
 
-    def _answer(self, to: int, key: Key, phase: int) -> _Answer | None:
+    def _answer(self, value: Key, to: int, read_in: int, phase: int) -> _Answer | None:
         """The answer to a stage that has asked; ``None`` if it has one, or if this stage may still
         come to read the value.
         """
+        key = value._replace(read_in=read_in)
         told = self._told.setdefault(key, set())
         offer = self.offered(key)
         if to in told:
             return None
         if offer is None and phase >= self.phase:
-            self._asked.setdefault(key, {})[to] = phase
+            self._asked.setdefault(value, []).append((to, read_in, phase))
             return None
         told.add(to)
         return to, key, offer
@@ -314,30 +427,22 @@ class Mailbox:
         with self._offering:
             self.phase += 1
             asked, self._asked = self._asked, {}
-            answers = [
-                self._answer(to, key, of_reader)
-                for key, stages in asked.items()
-                for to, of_reader in stages.items()
-            ]
+            answers = [self._answer(key, *each) for key, all_of in asked.items() for each in all_of]
         self._send_all(answers)
 
-    def forget(self, run: int, newest: int) -> None:
-        """Drops what is kept for readers of runs before one.
+    def forget(self, oldest: int) -> None:
+        """Drops what is kept for readers in runs before one.
 
         Args:
-            run: the run.
-            newest: the run that begins now.
+            oldest: the run. This stage, and all others, have passed those before it.
         """
-        self.run = newest
         with self._offering:
-            for key in [key for key in self._told if key.step < run - 1]:
-                del self._told[key]
-            for key in [key for key in self._offers if key.step < run - 1]:
-                del self._offers[key]
+            self._told = {key: told for key, told in self._told.items() if key.read_in >= oldest}
+            kept = oldest - KEPT_RUNS
+            self._offers = {key: x for key, x in self._offers.items() if key.step >= kept}
         with self._arrived:
-            for key in [key for key, arrived in self._reads.items() if arrived < run - 1]:
-                del self._reads[key]
-                self._messages.pop(key, None)
+            for key in [x for x in self._messages if x.kind is Kind.READ and x.read_in < oldest]:
+                del self._messages[key]
 
     # --- receiving ---
 
@@ -352,19 +457,19 @@ class Mailbox:
         # What is sent may be shorter.
         frame = self._frames[source]
         self._complete(frame, source, _FRAME_TAG)
-        step, turn, kind, form, num_dims, is_view, part, serial, digest, num_bytes, *rest = (
-            _HEAD.unpack_from(frame.numpy().data)
+        step, turn, kind, form, num_dims, is_view, part, serial, read_in, *rest = _HEAD.unpack_from(
+            frame.numpy().data
         )
-        label, line, *strides = rest
+        digest, num_bytes, label, line, *strides = rest
         data = None
-        if form == _Form.IN_FRAME:
+        if form in (_Form.IN_FRAME, _Form.IN_BUFFER):
             data = frame[_HEAD.size : _HEAD.size + num_bytes].clone()
         elif form == _Form.BEHIND:
-            data = torch.empty(num_bytes, dtype=torch.uint8)
+            data = self._host_memory(num_bytes)
             self._complete(data, source, _PAYLOAD_TAG)
         place = Place(_text(label), digest, _text(line))
         kept = None if num_dims == _CONTIGUOUS else tuple(strides[:num_dims])
-        key = Key(source, step, turn, Kind(kind), part, serial)
+        key = Key(source, step, turn, Kind(kind), part, serial, read_in)
         with self._arrived:
             if key.kind is Kind.WAIT:
                 assert data is not None
@@ -374,25 +479,47 @@ class Mailbox:
                 self._ended.add(source)
             elif key.kind is Kind.PASSED:
                 self._phases[source] = step
+            elif key.kind is Kind.TAKEN:
+                assert data is not None
+                size, answer = pickle.loads(data.numpy().tobytes())
+                self._answers.append((self._ends[source, size], answer))
             elif key.kind is not Kind.ASK:
                 self._received[source] += 1
                 if key.kind is not Kind.READ or data is not None or key not in self._messages:
                     # That there is nothing to read may be said after it has come.
-                    self._messages[key] = Message(data, kept, place, bool(is_view))
-                if key.kind is Kind.READ:
-                    self._reads[key] = max(self.run, key.step)
-                else:
+                    bring: Any = data
+                    if form == _Form.IN_BUFFER:
+                        bring = partial(self._taken, source, data)
+                    self._messages[key] = Message(bring, kept, place, bool(is_view))
+                if key.kind is not Kind.READ:
                     self._latest[_direction(key)] = serial
             self._arrived.notify_all()
         if key.kind is Kind.ASK:
-            wanted = key._replace(source=self.stage, kind=Kind.READ)
+            wanted = key._replace(source=self.stage, kind=Kind.READ, read_in=0)
             with self._offering:
-                answer = self._answer(source, wanted, digest)
+                answer = self._answer(wanted, source, read_in, digest)
             self._send_all([answer])
         if key.kind is Kind.WAIT and self._waits[source].phase < self.phase:
             passed = Key(self.stage, self.phase, 0, Kind.PASSED, 0, 0)
             self.send(source, passed, _NOWHERE, None)
         return key.kind is not Kind.END
+
+    def _host_memory(self, num_bytes: int) -> Tensor:
+        like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        if is_asynchronous(self.device):
+            # As every thread that is new to a device.
+            return on_this_device(partial(pinned_like, like))()
+        return torch.empty_like(like, device="cpu")
+
+    def _taken(self, source: int, said: Any) -> Tensor:
+        """The bytes that another stage has put into a buffer, in this device's memory."""
+        message: tuple[int, int, Written] = pickle.loads(said.numpy().tobytes())
+        size, num_bytes, written = message
+        found = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        answer = self._end(source, size).take(written, [found])
+        key = Key(self.stage, 0, 0, Kind.TAKEN, 0, 0)
+        self.send(source, key, _NOWHERE, pickle.dumps((size, answer)))
+        return found
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
         with self._watched(self._ranks[source]):
@@ -406,10 +533,13 @@ class Mailbox:
         """Whether the sender is past the message without having sent it. Values come by rising
         numbers, gradients by falling ones.
         """
-        if key.source in self._ended or self._phases[key.source] > self.phase:
+        if key.source in self._ended:
             return True
         if key.kind is Kind.READ:
+            # Its owner answers.
             return False
+        if self._phases[key.source] > self.phase:
+            return True
         latest = self._latest.get(_direction(key))
         if latest is None:
             return False
@@ -429,7 +559,8 @@ class Mailbox:
                 if any(map(self.has, keys)):
                     return
                 sources = tuple({key.source for key in keys})
-                with self._watched(self._ranks[sources[0]] if len(sources) == 1 else None):
+                source = self._ranks[sources[0]] if len(sources) == 1 else None
+                with self.waiting(), self._watched(source):
                     if self._arrived.wait_for(
                         lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
                     ):
@@ -465,8 +596,7 @@ class Mailbox:
                 raise self._error
             raise self._differs(key, place, None)
         if key.kind is Kind.READ:
-            self._reads.pop(key, None)
-            if message.data is None:
+            if message.data is None or message.place.digest > self.phase:
                 raise LayerError(
                     f"`{place.label}` ({place.line}) reads a value of {self._name(key.source)} that"
                     " is not kept there any more, or is too large to be kept, and that stage does"
@@ -535,14 +665,24 @@ class Mailbox:
 
     def close(self) -> None:
         """Ends the threads. Every stage calls this, when no other one can read any more."""
+        for line in (self._staging, self._release):
+            line.submit(self._check).result()
+            line.close()
         self.flush()
         for to in range(self.num_stages):
             if to != self.stage:
                 self.send(to, Key(self.stage, 0, 0, Kind.END, 0, 0), Place("", 0, ""), None)
         self.flush()
-        self._large.put(None)
-        for thread in (*self._threads, *([self._release] if self._release else [])):
+        for thread in self._threads:
             thread.join()
+        self._give_back()
+        for end in self._ends.values():
+            end.close()
+
+
+def _is_view(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage_use_count(storage) > USES_OF_ONE
 
 
 def _direction(key: Key) -> tuple[int, ...]:

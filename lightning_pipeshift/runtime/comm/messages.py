@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.transfer import to_device
 
+_HOST = torch.device("cpu")
 MOST_DIMS = 12
 """A tensor with more dimensions travels as a contiguous one."""
 
@@ -38,6 +41,12 @@ class Kind(enum.IntEnum):
     ASK = 5
     TOLD = 6
     PASSED = 7
+    TAKEN = 8
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether a step may wait for it: others are between the mailboxes."""
+        return self not in (Kind.WAIT, Kind.ASK, Kind.PASSED, Kind.TAKEN)
 
 
 class Key(NamedTuple):
@@ -51,6 +60,7 @@ class Key(NamedTuple):
         part: how many backwards of the microbatch were over when its operation ran; of a read, how
             often the value was written to.
         serial: its number in the microbatch's program; of a read, the value's.
+        read_in: of a read, the run in which the value is read, which may be later than its own.
     """
 
     source: int
@@ -59,6 +69,7 @@ class Key(NamedTuple):
     kind: Kind
     part: int
     serial: int
+    read_in: int = 0
 
 
 class Place(NamedTuple):
@@ -79,37 +90,47 @@ class Message(NamedTuple):
     """A message that was received.
 
     Args:
-        data: the bytes, in the order in which they lie in memory; ``None`` for a gradient that is
-            not defined.
+        data: the bytes, in the order in which they lie in memory: in host memory, or what brings
+            them to this stage's device, once; ``None`` for a gradient that is not defined.
         strides: of the tensor; ``None`` if they are those of a new one.
         place: the sender's.
         is_view: whether something else had the tensor's memory. If not, autograd adds to a gradient
             in place, and the sum has its layout.
     """
 
-    data: Tensor | None
+    data: Tensor | Callable[[], Tensor] | None
     strides: tuple[int, ...] | None
     place: Place
     is_view: bool = False
 
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The bytes as a tensor, with the layout that it had.
+    @property
+    def content(self) -> Any:
+        """The object whose pickle was sent."""
+        assert isinstance(self.data, Tensor)
+        return pickle.loads(self.data.numpy().tobytes())
+
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], device: torch.device = _HOST
+    ) -> Tensor:
+        """The bytes as a tensor on a device, with the layout that it had. Nobody waits for the copy
+        to the device: work that is queued from now on finds it complete.
 
         Raises:
             LayerError: they are of a tensor of another size.
         """
         assert self.data is not None
-        if self.strides is None and self.data.numel() != dtype.itemsize * math.prod(shape):
+        data = self.data if isinstance(self.data, Tensor) else self.data()
+        if self.strides is None and data.numel() != dtype.itemsize * math.prod(shape):
             raise LayerError(
                 "The ranks run different programs: another rank has sent a value of another size"
                 f" than {tuple(shape)}, {dtype}, for `{self.place.label}` ({self.place.line})."
                 f" {ADVICE}"
             )
-        flat = self.data.view(dtype)
+        flat: Tensor = to_device(data, device).view(dtype)
         if self.strides is None:
             return flat.view(tuple(shape))
         order = _dims_in_memory(shape, self.strides)
-        found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype)
+        found = torch.empty_strided(tuple(shape), self.strides, dtype=dtype, device=device)
         _core(found, order).copy_(flat.view([shape[dim] for dim in order]))
         # Not `view_as`: that gives a dimension of size 1 another stride.
         return torch.ops.aten.alias(found) if self.is_view else found
@@ -129,7 +150,7 @@ def _core(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """A tensor's bytes in host memory, and its strides if those of a new one are others."""
+    """A tensor's bytes, where they are, and its strides if those of a new one are others."""
     strides, usual = None, [1]
     for size in reversed(tensor.shape[1:]):
         usual.insert(0, usual[0] * size)
@@ -137,5 +158,5 @@ def packed(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     if tensor.stride() != tuple(usual) and 0 < tensor.dim() <= MOST_DIMS and tensor.numel():
         strides = tensor.stride()
         tensor = _core(tensor, _dims_in_memory(tensor.shape, strides))
-    tensor = tensor.resolve_conj().resolve_neg().to("cpu")
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8), strides

@@ -26,11 +26,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.torch_private import current_function_mode, storage_key_of
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
-from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 _NONE = -1
 # What tells nothing of a tensor's values.
@@ -60,7 +56,7 @@ MakeUpdate = Callable[[LateUpdate, bool], None]
 """Makes an update; the flag says whether the gradients remain afterwards."""
 
 
-class LateUpdates(LayerListener, ActionListener):
+class LateUpdates:
     """The updates of one stage's layers whose gradients are still being summed."""
 
     def __init__(self) -> None:
@@ -79,6 +75,8 @@ class LateUpdates(LayerListener, ActionListener):
         self._thread = threading.get_ident()
         self._is_first = True
         """Whether the optimizer has not stepped yet in this run."""
+        self.await_before: Callable[[int, Callable[[int], object]], object] | None = None
+        """Makes a layer's next use wait: see :meth:`Core.await_before`."""
         _made.add(self)
         self.num_made = 0
         """How many layers have been updated late, in the run."""
@@ -132,45 +130,28 @@ class LateUpdates(LayerListener, ActionListener):
             self.finish()
         elif self._groups:
             self._guard.enter()
+            if self.await_before is not None:
+                for layer in self._groups:
+                    self.await_before(layer, self.before_layer)
 
-    def suspend(self) -> None:
-        """Ends the watch of parameters until the stage runs user code again."""
+    def begin_step(self) -> None:
+        """Ends the watch of parameters: in a step, the uses of layers are known."""
+        self._is_in_step = True
         self._guard.leave()
 
-    def begin_step(self, row: Row) -> None:
-        """See :class:`ActionListener`."""
-        self._is_in_step = True
-
-    def resume(self) -> None:
-        """Watches parameters again: the stage is about to run user code."""
-        if self._groups:
-            self._guard.enter()
-
-    def begin_action(self, place: int, action: Action) -> None:
-        """Makes updates that are due anyway before the stage waits for a payload."""
+    def finish_complete(self) -> None:
+        """Makes the updates whose sums are complete."""
         self._finish([layer for layer, group in self._groups.items() if group.is_complete])
 
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """Updates a layer before it runs."""
-        if gate.index in self._groups:
+    def before_layer(self, number: int) -> None:
+        """Updates a layer before it is used, and others whose sums are complete."""
+        if number in self._groups:
             others = [
                 layer
                 for layer, group in self._groups.items()
-                if layer != gate.index and group.is_complete
+                if layer != number and group.is_complete
             ]
-            self._finish([gate.index, *others])
-        # What the layer itself does needs no guard, and may be compiled.
-        self._guard.leave()
-
-    def leave(self, gate: Gate, arguments: Any, results: Any) -> None:
-        """See :class:`LayerListener`."""
-        if self._groups:
-            self._guard.enter()
-
-    def end_action(self, action: Action) -> None:
-        """After the step's first forward, updates the layers that it has not called."""
-        if action.kind is Kind.FORWARD:
-            self.finish()
+            self._finish([number, *others])
 
     # --- whenever the values are needed ---
 

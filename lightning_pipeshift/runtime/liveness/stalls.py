@@ -20,14 +20,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 
 from lightning_pipeshift.files import PACKAGE
-from lightning_pipeshift.model.execution.stage_pass import StagePass
-from lightning_pipeshift.plan.schedule.actions import Action
-from lightning_pipeshift.runtime.step.stage import Stage
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,6 +66,27 @@ def purpose(words: str) -> Callable[[F], F]:
     return note
 
 
+# By the code of a function: "action" or "layer", and how its variables tell which.
+_TELLERS: dict[CodeType, tuple[str, Callable[[Mapping[str, Any]], str | None]]] = {}
+
+
+def tells(
+    what: Literal["action", "layer"], of: Callable[[Mapping[str, Any]], str | None]
+) -> Callable[[F], F]:
+    """Decorates a function that runs an action or a layer.
+
+    Args:
+        what: which of both.
+        of: gets the function's variables; returns the words for messages, or ``None``.
+    """
+
+    def note(function: F) -> F:
+        _TELLERS[function.__code__] = what, of
+        return function
+
+    return note
+
+
 def activity(thread: int) -> dict[str, Any]:
     """The current activity of a thread of this process: the action, the layer, the line of the
     user's code, the :func:`purpose` of waiting, and the function of ``torch.distributed`` that the
@@ -77,18 +95,16 @@ def activity(thread: int) -> dict[str, Any]:
     Args:
         thread: its number.
     """
-    action: Action | None = None
-    layer: str | None = None
+    told: dict[str, str | None] = {}
     at: str | None = None
     aim: str | None = None
     collective: str | None = None
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code is Stage.run.__code__ and action is None:
-            action = frame.f_locals.get("action")
-        elif code is StagePass.visit.__code__ and layer is None:
-            layer = frame.f_locals["gate"].name
+        if code in _TELLERS:
+            what, of = _TELLERS[code]
+            told[what] = told.get(what) or of(frame.f_locals)
         # The outermost: what the user's code has asked for.
         aim = _PURPOSES.get(code, aim)
         name = _real_path(code.co_filename)
@@ -99,11 +115,13 @@ def activity(thread: int) -> dict[str, Any]:
         if at is None and not name.startswith((*_LIBRARIES, _OURS, "<")):
             at = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
-    words = None
-    if action is not None:
-        words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
-    found = {"action": words, "layer": layer, "at": at, "purpose": aim}
-    return {**found, "collective": collective or None}
+    return {
+        "action": told.get("action"),
+        "layer": told.get("layer"),
+        "at": at,
+        "purpose": aim,
+        "collective": collective or None,
+    }
 
 
 def print_stacks_on_a_signal() -> None:

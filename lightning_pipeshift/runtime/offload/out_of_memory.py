@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.model.execution.stage_pass import StagePass
 
 _ASKED: Final = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]iB|bytes)")
 _UNITS: Final = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -21,7 +20,7 @@ def explained(
     error: torch.OutOfMemoryError,
     where: str,
     action: str,
-    current: StagePass | None,
+    layer: str,
     budget_bytes: float | None,
     total_bytes: float,
 ) -> BudgetError:
@@ -31,11 +30,11 @@ def explained(
         error: torch's.
         where: the stage, in words.
         action: the action that failed, as text of a schedule.
-        current: the pass in progress.
+        layer: the one that runs, or that has run last; empty before the first.
         budget_bytes: that of the device, if there is one.
         total_bytes: the device's memory; 0 where that is not known.
     """
-    layer = f"in the layer {current.layer_under_way!r}" if current is not None else "between layers"
+    where_in_it = f"in the layer {layer!r}" if layer else "between layers"
     asked = _ASKED.search(str(error))
     lacking = float(asked[1]) * _UNITS[asked[2]] if asked else 0.0
     known = budget_bytes if budget_bytes is not None else total_bytes
@@ -48,6 +47,7 @@ def explained(
         if budget_bytes is not None:
             advice += f" instead of {budget_bytes / 1e9:.2f}e9"
     return BudgetError(
-        f"{where} has run out of memory {layer} (action {action}): {str(error).splitlines()[0]}"
-        f" What would have helped: {advice}, smaller microbatches, or more stages."
+        f"{where} has run out of memory {where_in_it} (action {action}):"
+        f" {str(error).splitlines()[0]} What would have helped: {advice}, smaller"
+        " microbatches, or more stages."
     )

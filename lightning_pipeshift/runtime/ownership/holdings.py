@@ -17,7 +17,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums, is_alone
+from lightning_pipeshift.model.parameters.gradient_box import added, is_alone
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
@@ -46,7 +45,6 @@ from lightning_pipeshift.model.parameters.uses import (
     state_to_send,
     take_other_state,
 )
-from lightning_pipeshift.model.user_state.random_streams import Position
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.lane import Lane, Sent
 from lightning_pipeshift.runtime.ownership.user_copies import (
@@ -71,6 +69,8 @@ class Holdings:
         stage_of: the stage of each layer.
         channels: the stage's connections.
         of_user_code: the identities of modules inside of layers whose buffers every stage holds.
+        in_steps: the paths of the tensors of user code that every stage keeps, since steps use
+            them.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class Holdings:
         stage_of: list[int],
         channels: Channels,
         of_user_code: Collection[int] = (),
+        in_steps: Collection[str] = (),
     ) -> None:
+        self._in_steps = in_steps
         self.uses = uses
         self.root = root
         self.channels = channels
@@ -110,8 +112,6 @@ class Holdings:
         self._shown: dict[int, Tensor] = {}
         self._are_shown = False
         self._holders: dict[int, list[int]] = {}
-        self._had_gradients: dict[int, list[int]] = {}
-        self._parts: list[Sums] = []
         self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
         """By parameter and stage, the gradients of shared parameters on their way there."""
         self._are_summed = False
@@ -120,7 +120,10 @@ class Holdings:
         """The identities of parameters whose optimizer state is in host memory between steps."""
         self.is_common: Callable[[Tensor], bool] | None = None
         """Whether every stage has a buffer of a layer; ``None``: only the layer's owner has."""
-        self.shared = SharedParameters([])
+        self.sums_shared = True
+        """Whether stages add up the gradients of the parameters that they share."""
+        self.shared: list[ParameterUse] = []
+        """The parameters held here whose gradients stages add up."""
         self._norms: dict[int, _Norm] = {}
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -143,25 +146,21 @@ class Holdings:
         Args:
             stage_of: the stage of each layer.
             keeps_old: whether the stage also goes on using what it holds now, until it is placed
-                again: microbatches that run under the old placement need it.
+                again: minibatches that run under the old placement need it.
         """
-        before = self._holders
+        before = self._holders if keeps_old else {}
         self.layers = list(zip(self._modules, stage_of, strict=True))
         # The stages that hold a parameter, lowest first, by the parameter's identity.
         self._holders = {
             id(use.parameter): holders
             for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
         }
-        if keeps_old:
-            self._had_gradients = {
-                place: sorted({*holders, *before[place]})
-                for place, holders in self._holders.items()
-            }
-        using = self._had_gradients if keeps_old else self._holders
-        self.held = [use for use in self.uses if self.stage in using[id(use.parameter)]]
-        self.shared = SharedParameters(
-            [use for use in self.held if use.is_shared], self.held, self.shared
-        )
+        self.held = [
+            use
+            for use in self.uses
+            if self.stage in (*self._holders[id(use.parameter)], *before.get(id(use.parameter), ()))
+        ]
+        self.shared = [use for use in self.held if use.is_shared and self.sums_shared]
         number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
         # Under all names, those of tied parameters too.
         self._use_named = {
@@ -324,8 +323,15 @@ class Holdings:
         tensors that this stage holds: values computed from copies are computed on the stages of the
         originals.
         """
+        kept = self._kept()
+        in_steps = {id(x) for path, x in kept.items() if path in self._in_steps}
         for tensor, name in self._found_copies():
-            if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+            if (
+                id(tensor) in in_steps
+                or tensor.is_meta
+                or self.stage in self.stages_of([name])
+                or self.is_held(tensor)
+            ):
                 continue
             try:
                 swap(tensor, RemoteTensor.like(tensor, [name]))
@@ -539,9 +545,7 @@ class Holdings:
         """
         self._aside, self._adds = [], adds
         self._aliases = self._copies = None
-        self._parts = []
         self._are_summed = False
-        self.shared.sums.clear()
         for use in self.held if not adds else ():
             if use.parameter.grad is not None and keep:
                 self._aside.append((use.parameter, use.parameter.grad))
@@ -567,9 +571,7 @@ class Holdings:
             shares: whether all holders of a shared parameter get its gradient now; otherwise the
                 first one has it, and no stage waits for an earlier one.
         """
-        if self._parts:
-            self._sum_parts()
-        elif not self._are_summed:
+        if not self._are_summed:
             self.sum_shared(waits=shares)
         self._replaces = joins or self._adds
         if joins:
@@ -698,73 +700,15 @@ class Holdings:
         held = {id(use.parameter) for use in self.held}
         return [use.parameter for use in self.uses if id(use.parameter) not in held]
 
-    def end_part(self) -> None:
-        """Ends a part of the step: microbatches whose gradients of shared parameters are added up
-        before those of the next part. Every stage calls this after the same backwards.
-        """
-        self.shared.take_own(self.held)
-        self._parts.append(dict(self.shared.sums))
-        self.shared.sums.clear()
-
-    def _sum_parts(self) -> None:
-        """As :meth:`sum_shared`, after a step in which segments changed their stages: the first
-        holder gets the gradients of all segments and parts, and adds them up in the order in which
-        one stage would have done.
-        """
-        for use in self.uses:
-            if not (use.is_shared and use.parameter.requires_grad):
-                continue
-            first = self.holders_of(use.parameter)[0]
-            found: dict[Position, list[tuple[int, Tensor]]] = {}
-            mine = {
-                (segment, number): gradient
-                for number, sums in enumerate(self._parts)
-                for (name, segment), gradient in sums.items()
-                if name == use.name
-            }
-            for source in self._had_gradients[id(use.parameter)]:
-                if source == first == self.stage:
-                    received = mine
-                elif source == self.stage:
-                    self.channels.send_values(mine, first)
-                    continue
-                elif first == self.stage:
-                    received = {
-                        place: gradient.to(self.device)
-                        for place, gradient in self.channels.receive_values(source)
-                    }
-                else:
-                    continue
-                for (segment, number), gradient in received.items():
-                    found.setdefault(segment, []).append((number, gradient))
-            if first != self.stage:
-                continue
-            of_segments = [
-                _total(gradient for _, gradient in sorted(found[segment], key=_number))
-                for segment in sorted(found, reverse=True)
-            ]
-            use.parameter.grad = _total(of_segments).clone() if of_segments else None
-        self._parts = []
-
     def sum_shared(self, waits: bool = True) -> None:
-        """Adds up the segments' gradients from the last to the first, from stage to stage, as their
-        backwards run; the first holder has the sum.
-
-        A running sum in one fixed order has the same bits however the segments are spread over
-        stages.
+        """Adds up the gradients of shared parameters from the last holder to the first, which has
+        the sum.
 
         Args:
             waits: whether the first holder has the sum before its next forward.
         """
         self._are_summed = True
-        self.shared.take_own(self.held)
-        # Of parameters that turned out to be shared during this step.
-        known = {use.name for use in self.shared.uses}
-        late = {name for name, _ in self.shared.sums} - known
-        for use in self.held:
-            if use.name in late:
-                use.parameter.grad = self.shared.total(use, None)
-        for use in self.shared.uses:
+        for use in self.shared:
             if not use.parameter.requires_grad:
                 continue
             holders = self._sharers(use.parameter)
@@ -772,14 +716,13 @@ class Holdings:
             start = None
             if self.stage != holders[-1]:
                 start = self._receive_optional(use, holders[place + 1], waits)
-            total = self.shared.total(use, start)
+            total, use.parameter.grad = use.parameter.grad, None
+            if start is not None:
+                total = start if total is None else added(start, total)
             if place:
                 self._send_optional(use.name, total, holders[place - 1], waits)
-            if place or total is None:
-                use.parameter.grad = None
-            else:
+            elif total is not None:
                 use.parameter.grad = total if is_alone(total) else total.clone()
-        self.shared.sums.clear()
 
     def _sharers(self, parameter: Tensor) -> list[int]:
         """The stages that add up a shared parameter's gradients, this one included. One that only
@@ -790,7 +733,7 @@ class Holdings:
 
     def pass_shared_around(self) -> None:
         """Sends the first holder's gradient of a shared parameter to every holder."""
-        for use in self.shared.uses:
+        for use in self.shared:
             if not use.parameter.requires_grad:
                 continue
             first, *others = self._sharers(use.parameter)
@@ -914,16 +857,6 @@ class _Norm(NamedTuple):
             and self.gradient() is gradient
             and version_of(gradient) == self.version
         )
-
-
-def _number(part: tuple[int, Tensor]) -> int:
-    return part[0]
-
-
-def _total(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum, from the first to the last."""
-    first, *others = gradients
-    return reduce(torch.add, others, first)
 
 
 def optimizer_to_device(

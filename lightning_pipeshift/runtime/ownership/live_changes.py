@@ -9,7 +9,6 @@ from typing import Any
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 
 
@@ -30,7 +29,7 @@ class LiveChanges:
     def __init__(self, num_stages: int, start: Callable[[Plan, int], LiveMigration]) -> None:
         self._num_stages = num_stages
         self._start = start
-        self._wanted: deque[CutOver] = deque()
+        self._wanted: deque[Plan] = deque()
         self._plan: Plan | None = None
         self._migration: LiveMigration | None = None
         self._recorder: Watcher | None = None
@@ -40,14 +39,14 @@ class LiveChanges:
     @property
     def last(self) -> Plan | None:
         """The plan that will be in force after all changes; ``None`` if that is the present one."""
-        return self._wanted[-1].plan if self._wanted else self._plan
+        return self._wanted[-1] if self._wanted else self._plan
 
     @property
     def next(self) -> Plan | None:
         """The plan whose layers are on their way, and that is not in force yet."""
         return self._plan
 
-    def request(self, wanted: Iterable[CutOver]) -> None:
+    def request(self, wanted: Iterable[Plan]) -> None:
         """Asks for plans, one after the other, in place of those that have not begun. Every stage
         calls this before the same minibatch.
         """
@@ -95,7 +94,7 @@ class LiveChanges:
         if self._wanted and self._plan is None and is_due:
             if self._migration is not None:
                 self._migration.finish()
-            self._plan = self._wanted.popleft().plan
+            self._plan = self._wanted.popleft()
             self._migration = self._start(self._plan, minibatch)
             self._migration.recorder = self._recorder
             self._migration.before_turn(minibatch, update, ends_update)

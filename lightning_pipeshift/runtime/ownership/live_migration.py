@@ -36,7 +36,6 @@ from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
     hold,
     other_state,
-    state_to_send,
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
@@ -278,7 +277,7 @@ class LiveMigration(ActionListener):
             state = {
                 (layer, *path): value.clone() if isinstance(value, Tensor) else value
                 for layer in layers
-                for path, value in state_to_send(self._holdings.layers[layer][0]).items()
+                for path, value in self._holdings.state_of(self._holdings.layers[layer][0]).items()
             }
             self._hand_over(outgoing, _Message(_Kind.STATE, values=state))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,27 +37,20 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import record_event, side_stream
-from lightning_pipeshift.model.execution.layer_listener import LayerListener
-from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
-    give_gradient,
     hold,
     take_other_state,
 )
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.lane import Lane, layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.timeline.recording import What
 
 # The gradient from before the step, and that of the old owner's microbatches.
-_EARLIER = "gradient of earlier steps"
-_GRADIENT = "gradient"
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4
 
@@ -81,10 +74,7 @@ class _Transfer:
             owner receives it into; otherwise the layer's state, by name.
         state: the optimizers' state, by the index of an optimizer and a name; it is needed by the
             new owner at the end of the step.
-        gradients: by name; needed at the same time, and complete after the old owner's last
-            backward.
-        fresh: at the new owner, the gradients of its microbatches, as long as the old owner's are
-            not there.
+        gradient: from before the step, if it is still needed; at the same time.
         is_early: whether the parameter may have changed since ``values`` was sent.
         has_arrived: done when ``values`` has arrived.
     """
@@ -93,8 +83,7 @@ class _Transfer:
     parameter: nn.Parameter | None
     values: Any = None
     state: dict[tuple[int, Any], Any] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    fresh: list[Tensor] = field(default_factory=list)
+    gradient: Tensor | None = None
     is_early: bool = False
     has_arrived: Future[None] = field(default_factory=Future)
 
@@ -147,7 +136,7 @@ def moves_of(holdings: Holdings, stage_of: Sequence[int]) -> list[TensorMove]:
     return [move for _, _, move in sorted(found, key=itemgetter(0, 1))]
 
 
-class Migration(ActionListener, LayerListener):
+class Migration:
     """One stage's part in a change of owners.
 
     Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
@@ -188,13 +177,10 @@ class Migration(ActionListener, LayerListener):
             if stage != holdings.stage == stage_of[layer]
         }
         """The layers that this stage gives away or gets."""
-        self._first = 0
         # After the work whose results threads may read.
         self._is_ready = record_event(self._device)
-        # Set when the old owner's last forward is over, or the move is cancelled.
+        # Set when the step before is over, or the move is cancelled.
         self._is_settled = threading.Event()
-        # Set when its last backward is over.
-        self._is_complete = threading.Event()
         self._has_begun = self._is_cancelled = self._is_freed = False
         self._work: list[Future[None]] | None = None
         self._awaited: dict[int, list[_Transfer]] = {}
@@ -267,12 +253,8 @@ class Migration(ActionListener, LayerListener):
                 lane.send_tensor(parameter, to)
             for transfer in parameters:
                 lane.send_values(transfer.state, to)
-        self._is_complete.wait()
-        if self._is_cancelled:
-            return
-        with torch.no_grad(), self._on_side_stream():
             for transfer in parameters:
-                lane.send_values(transfer.gradients, to)
+                lane.send_values({} if transfer.gradient is None else {"": transfer.gradient}, to)
         lane.settle()
         answers.receive_object(to)
 
@@ -325,7 +307,7 @@ class Migration(ActionListener, LayerListener):
         for transfer in parameters:
             transfer.state = dict(lane.receive_values(source))
         for transfer in parameters:
-            transfer.gradients = dict(lane.receive_values(source))
+            transfer.gradient = dict(lane.receive_values(source)).get("")
         answers.send_object(None, source)
         answers.settle()
 
@@ -371,16 +353,11 @@ class Migration(ActionListener, LayerListener):
         """Records the end of the work queued so far, whose results threads may then read."""
         self._is_ready = record_event(self._device)
 
-    def begin(self, keeps_gradients: bool, first: int) -> int:
+    def begin(self, keeps_gradients: bool) -> None:
         """Begins the step in which the layers change their owners.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
-            first: the microbatch of the step from which on the new owners are to own their layers.
-
-        Returns:
-            that microbatch: 0 instead of ``first`` if user code keeps copies of parameters, which
-            microbatches of both owners could change.
         """
         self.start()
         begin = time.perf_counter()
@@ -390,14 +367,12 @@ class Migration(ActionListener, LayerListener):
             # Else nothing has been sent: the stage has only waited until the others begin the step,
             # as it would for its first payload.
             self.exposed_seconds += time.perf_counter() - begin
-        self._first = 0 if has_copies else first
         with self._exposed():
             self._begin(keeps_gradients)
-        return self._first
 
     def _begin(self, keeps_gradients: bool) -> None:
         holdings = self._holdings
-        holdings.place(self._stage_of, keeps_old=self._first > 0)
+        holdings.place(self._stage_of)
         for transfer in self._leaving():
             self._pack(transfer, keeps_gradients)
         with torch.no_grad(), flat_weights_forgotten(holdings.root):
@@ -406,12 +381,21 @@ class Migration(ActionListener, LayerListener):
                     # Only its values are missing.
                     hold(transfer.parameter, transfer.values)
                     transfer.parameter.grad = None
+                elif self._holdings.is_common is not None:
+                    module, _ = self._holdings.layers[transfer.layers[0]]
+                    self._make_place_for_buffers(module, self._holdings.is_common)
                 for layer in transfer.layers:
                     self._awaited.setdefault(layer, []).append(transfer)
         self._has_begun = True
-        if not self._first:
-            self._settle()
-            self._complete()
+        self._settle()
+
+    def _make_place_for_buffers(
+        self, module: nn.Module, is_common: Callable[[Tensor], bool]
+    ) -> None:
+        """Gives a layer's buffers memory before the step: in it they have another class."""
+        for buffer in module.buffers():
+            if buffer.is_meta and not is_common(buffer):
+                hold(buffer, self._buffer_like(buffer))
 
     def _arriving(self) -> list[_Transfer]:
         return [p for coming in self._prepared.result().incoming.values() for p in coming]
@@ -429,41 +413,13 @@ class Migration(ActionListener, LayerListener):
             for name, value in optimizer.state.get(parameter, {}).items()
         }
         if parameter.grad is not None and keeps_gradients:
-            transfer.gradients[_EARLIER] = parameter.grad
+            transfer.gradient = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
             # From now on the gradient is on its way.
             parameter.grad = None
 
-    # --- in a step whose first microbatches run on the old owners ---
-
-    @property
-    def moving(self) -> set[int]:
-        """The layers whose stage changes; before the step begins."""
-        now = [stage for _, stage in self._holdings.layers]
-        return {layer for layer, stage in enumerate(self._stage_of) if stage != now[layer]}
-
-    @property
-    def late(self) -> set[int]:
-        """The identities of parameters whose gradients are not complete after the last backward."""
-        if not self._first:
-            return set()
-        return {id(transfer.parameter) for transfer in self._arriving()}
-
-    def end_action(self, action: Action) -> None:
-        """See :class:`ActionListener`."""
-        last = self._first - 1
-        if action.kind is Kind.FORWARD and action.microbatch == last:
-            self._settle()
-        elif action.kind is Kind.BACKWARD and action.microbatch >= last >= 0:
-            self._holdings.end_part()
-            if action.microbatch == last:
-                self._complete()
-            self._take_gradients_apart()
-            if not self._is_freed and all(work.done() for work in self._work or ()):
-                self._free()
-
     def _settle(self) -> None:
-        """The old owners have run all their forwards."""
+        """The old owners have ended the step before."""
         for transfer in self._leaving():
             if transfer.parameter is None:
                 module, _ = self._holdings.layers[transfer.layers[0]]
@@ -471,32 +427,12 @@ class Migration(ActionListener, LayerListener):
         self._mark()
         self._is_settled.set()
 
-    def _complete(self) -> None:
-        """The old owners have run all their backwards."""
-        for transfer in self._leaving() if self._first else ():
-            parameter = transfer.parameter
-            if parameter is not None and parameter.grad is not None:
-                transfer.gradients[_GRADIENT], parameter.grad = parameter.grad, None
-        self._mark()
-        self._is_complete.set()
-
-    def _take_gradients_apart(self) -> None:
-        """Keeps the gradients of the new owner's microbatches, each by itself: those of the old
-        owner's come first in the sum.
-        """
-        for transfer in self._arriving() if not self._is_freed else ():
-            parameter = transfer.parameter
-            if parameter is not None and parameter.grad is not None:
-                transfer.fresh.append(parameter.grad)
-                parameter.grad = None
-
     def abandon(self) -> None:
         """Cancels the move: no layer changes its owner, and values already sent are discarded. Once
         the step has begun, the run is at its end, and nothing more is sent.
         """
         self._is_cancelled = True
         self._is_settled.set()
-        self._is_complete.set()
 
     def cancel(self) -> None:
         """Cancels the move on all stages, and returns when no transfer is in progress."""
@@ -504,15 +440,20 @@ class Migration(ActionListener, LayerListener):
         for work in self._work or ():
             work.result()
 
-    def enter(self, gate: Gate, arguments: Any) -> None:
-        """See :class:`LayerListener`. Returns when the layer has arrived and can run.
+    @property
+    def awaited(self) -> list[int]:
+        """The layers that are on their way to this stage."""
+        return list(self._awaited)
+
+    def await_layer(self, layer: int) -> None:
+        """Returns when a layer has arrived and can run.
+
+        Args:
+            layer: its number.
 
         Raises:
             StageFailedError: the old owner ended before it had sent the layer.
         """
-        self._await_layer(gate.index)
-
-    def _await_layer(self, layer: int) -> None:
         if layer not in self._awaited:
             return
         with self._exposed():
@@ -532,7 +473,7 @@ class Migration(ActionListener, LayerListener):
         """
         for layer in list(self._awaited):
             # A layer that this step has not called.
-            self._await_layer(layer)
+            self.await_layer(layer)
         with self._exposed():
             for work in self._work or ():
                 work.result()
@@ -545,21 +486,11 @@ class Migration(ActionListener, LayerListener):
         for transfer in self._arriving():
             if transfer.parameter is not None:
                 self._unpack(transfer, transfer.parameter)
-        if self._first:
-            self._holdings.place(self._stage_of)
         self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
 
     def _unpack(self, transfer: _Transfer, parameter: nn.Parameter) -> None:
-        earlier = transfer.gradients.pop(_EARLIER, None)
-        if earlier is not None:
-            self._holdings.put_gradient_aside(parameter, earlier.to(self._device))
-        total = transfer.gradients.pop(_GRADIENT, None)
-        if total is not None:
-            total = total.to(self._device)
-        for gradient in transfer.fresh:
-            total = gradient if total is None else total + gradient
-        if total is not None:
-            give_gradient(parameter, total)
+        if transfer.gradient is not None:
+            self._holdings.put_gradient_aside(parameter, transfer.gradient.to(self._device))
         for (index, name), value in transfer.state.items():
             self._optimizers[index].state[parameter][name] = value
 

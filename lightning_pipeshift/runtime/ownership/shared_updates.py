@@ -106,7 +106,7 @@ class SharedUpdates:
         """The trained parameters that two stages hold, and no stage before them."""
         return [
             (use.name, use.parameter)
-            for use in self._holdings.shared.uses
+            for use in self._holdings.shared
             if use.parameter.requires_grad
             and (holders := self._holdings.holders_of(use.parameter))[0] == first
             and other in holders[1:]

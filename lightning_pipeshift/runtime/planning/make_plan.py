@@ -6,15 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lightning_pipeshift.errors import LayerError, PlanError
-from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Sharers
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -92,11 +91,10 @@ class Settings(Options):
             and not self.only_measures
         )
 
-    def check(self, gates: Sequence[Gate], stages_per_vm: tuple[int, ...]) -> None:
+    def check(self, gates: Sequence[NamedLayer], stages_per_vm: tuple[int, ...]) -> None:
         """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
         if self.plan is not None:
             self.plan.require_layers([gate.name for gate in gates])
-            self.require_contiguous(self.plan)
             planned = tuple(map(len, self.plan.placement.counts))
             if planned != stages_per_vm:
                 raise PlanError(
@@ -119,14 +117,6 @@ class Settings(Options):
             require_equal_depths(self.schedule, stages_per_vm)
             names = [gate.name for gate in gates]
             resolve(self.partition, num_layers=len(names), stages_per_vm=stages_per_vm, names=names)
-
-    def require_contiguous(self, plan: Plan) -> None:
-        """Raises PlanError for a plan that only ``core="values"`` can run."""
-        if plan.placement.owners and self.core != "values":
-            raise PlanError(
-                "In the plan, the layers of a stage are not contiguous. Use `core='values'`, or"
-                " give each stage layers that follow each other."
-            )
 
     def aggregation(
         self, backend: str, num_owner_sets: int, placement: Placement
@@ -296,46 +286,3 @@ def _stages(stages_per_vm: Sequence[int]) -> str:
     if len(stages_per_vm) == 1:
         return f"{stages_per_vm[0]} stages"
     return f"virtual machines of {', '.join(map(str, stages_per_vm))} stages"
-
-
-def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]) -> None:
-    """Raises LayerError if a step calls a layer with a value that a later stage has computed."""
-    for call in flow.calls:
-        stage = placement.stage_of(vm, call.layer)
-        for value in sorted(call.needs):
-            other = placement.stage_of(vm, value.layer) if value.layer >= 0 else 0
-            if other > stage:
-                raise LayerError(
-                    f"The layer {gates[call.layer].name!r} (stage {stage}) is called with a value "
-                    f"that {gates[value.layer].name!r} (stage {other}) has computed; values are "
-                    "not sent backwards. Either the step calls a layer several times, with "
-                    "others in between, or it calls the layers in another order than the one "
-                    "that the plan was made for. Choose a `partition` that has both in one "
-                    "stage, or call the layers in one order in training and evaluation."
-                )
-
-
-def check_carried(
-    carried: Collection[tuple[int, int]], placement: Placement, vm: int, gates: Sequence[Gate]
-) -> None:
-    """Raises LayerError if a microbatch uses state that the microbatch before computes on a later
-    stage, which has not run it yet.
-
-    Args:
-        carried: pairs of a layer on whose stage state is used, and one on whose stage it is
-            computed.
-        placement: the owners of the layers.
-        vm: the virtual machine.
-        gates: of the layers.
-    """
-    for used, made in sorted(carried):
-        stages = placement.stage_of(vm, used), placement.stage_of(vm, made)
-        if stages[0] < stages[1]:
-            raise LayerError(
-                f"The code around the layer {gates[used].name!r} (stage {stages[0]}) uses a value"
-                " that the microbatch before has kept on a module (an attribute or a buffer), and"
-                f" that is computed behind the layer {gates[made].name!r} (stage {stages[1]}). A"
-                " microbatch begins before the one before it is complete. Use `microbatches=1` and"
-                " a schedule that is not asynchronous; or keep the value inside of one layer; or"
-                " choose a `partition` that has both layers in one stage."
-            )

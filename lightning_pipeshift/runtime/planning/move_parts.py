@@ -2,9 +2,9 @@
 
 CN115454655A hides the transfer of a layer behind the compute of both stages. A step can hide only
 so much as its links carry in the meantime, so the layers of a large change move in several steps.
-In each of them the new owners begin in the middle of the step: the weights travel during the first
-microbatches, and gradients during the last ones. In an asynchronous pipeline, whose step is a
-minibatch, a part begins when the one before it is over on every stage.
+Each of them begins while the weights travel: a layer's first use waits for its own. In an
+asynchronous pipeline, whose step is a minibatch, a part begins when the one before it is over on
+every stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
@@ -27,25 +27,14 @@ _PART_OF_STEP: Final = 0.5
 _UNMEASURED_BYTES: Final = float(32 << 20)
 """The bytes that move over a link in one step if its speed is not known."""
 
-_SHORT: Final = 1 / 8
-"""By this fraction of the time that a part may take, weights come too late to matter."""
 
-
-class CutOver(NamedTuple):
-    """A plan, and the microbatch of a step from which on it is in force."""
-
-    plan: Plan
-    first: int
-
-
-def cut_overs(
+def parts_of(
     old: Plan,
     new: Plan,
     layers: Sequence[LayerProfile],
     measured: Measured | None,
-    has_budget: bool,
     checks_memory: bool,
-) -> list[CutOver]:
+) -> list[Plan]:
     """Returns the plans by which one plan turns into another, each for one step or more.
 
     Args:
@@ -53,7 +42,6 @@ def cut_overs(
         new: the plan that is wanted.
         layers: the model's, in call order.
         measured: the measurements, if there are any.
-        has_budget: whether the devices have a memory budget, which holds for whole steps.
         checks_memory: whether the measurements say how much memory stages take.
 
     Raises:
@@ -61,7 +49,7 @@ def cut_overs(
     """
     borrows = any(swap.stages for swaps in (*old.swaps, *new.swaps) for swap in swaps)
     if old.ranks != new.ranks or old.placement == new.placement or borrows:
-        return [CutOver(new, 0)]
+        return [new]
     costs = _Costs(layers, measured, old)
     joined = {index for index, layer in enumerate(layers) if layer.joins_next}
 
@@ -77,10 +65,7 @@ def cut_overs(
         for pair in pairwise([old, *found]):
             if problem := measured.lacking_during(*pair):
                 raise PlanError(problem)
-    return [
-        CutOver(after, 0 if has_budget else costs.first(before, after))
-        for before, after in pairwise([old, *found])
-    ]
+    return found
 
 
 class _Costs:
@@ -113,24 +98,6 @@ class _Costs:
             return num_bytes / _UNMEASURED_BYTES
         ranks = self._ranks[vm]
         return self._measured.cluster.link(ranks[source], ranks[to]).seconds(num_bytes)
-
-    def first(self, old: Plan, new: Plan) -> int:
-        """The microbatch from which on the new owners of a part are to own their layers."""
-        busy: dict[tuple[int, int, int], float] = {}
-        for vm, layer, source, to in _moved(old.placement, new.placement):
-            takes = self._seconds(vm, self._layers[layer].parameter_bytes, source, to)
-            busy[vm, source, to] = busy.get((vm, source, to), 0.0) + takes
-        is_short = max(busy.values(), default=0.0) <= _SHORT * self.most_seconds
-        return 0 if is_short else new.microbatches // 2
-
-
-def _moved(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
-    return [
-        (vm, layer, source, to)
-        for vm in range(old.num_virtual_machines)
-        for layer, (source, to) in enumerate(zip(old.stages(vm), new.stages(vm), strict=True))
-        if source != to
-    ]
 
 
 def _part(new: Plan, placement: Placement, measured: Measured | None) -> Plan:

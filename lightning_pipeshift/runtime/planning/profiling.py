@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 from lightning_pipeshift.devices.streams import Event, is_asynchronous
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
-from lightning_pipeshift.plan.partition.boundaries import possible_cuts
+from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -186,7 +185,7 @@ class Profiler:
     def figures(
         self,
         layers: Iterable[int],
-        gates: Sequence[Gate],
+        gates: Sequence[NamedLayer],
         optimizers: Iterable[Optimizer],
         is_last: bool = False,
         fewest: int = 1,
@@ -329,8 +328,8 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
 
 
 def layers_of(
-    gates: Sequence[Gate],
-    trace: Trace,
+    gates: Sequence[NamedLayer],
+    crossings: Sequence[Crossing],
     optimizers: Iterable[Optimizer] | None,
     updates: UpdateMemory,
     waiting_bytes: Mapping[int, int] | None = None,
@@ -339,16 +338,15 @@ def layers_of(
 
     Args:
         gates: in call order.
-        trace: of one microbatch.
+        crossings: what crosses the boundary behind each of them.
         optimizers: the size of their future state is estimated from their kind; ``None``: not known
             yet.
         updates: what these take for a moment.
         waiting_bytes: by layer, of the weights that may wait in host memory.
     """
     copies = _USUAL_COPIES if optimizers is None else max(map(_copies, optimizers), default=0)
-    possible = possible_cuts(trace.flow, len(gates))
     found = []
-    for index, gate in enumerate(gates):
+    for index, (gate, crossing) in enumerate(zip(gates, crossings, strict=True)):
         sizes = [bytes_of([p]) for p in gate.layer.parameters() if p.requires_grad]
         trained = sum(sizes)
         found.append(
@@ -360,11 +358,9 @@ def layers_of(
                 buffer_bytes=bytes_of(gate.layer.buffers()),
                 update_bytes=updates.num_bytes(sizes),
                 waiting_bytes=(waiting_bytes or {}).get(index, 0),
-                payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
-                payload_gradient_bytes=sum(
-                    spec.num_bytes for _, spec in trace.gradients(index + 1)
-                ),
-                joins_next=index + 1 < len(gates) and index + 1 not in possible,
+                payload_bytes=crossing.payload_bytes,
+                payload_gradient_bytes=crossing.gradient_bytes,
+                joins_next=index + 1 < len(gates) and not crossing.may_be_cut,
             )
         )
     return tuple(found)

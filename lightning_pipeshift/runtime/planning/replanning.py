@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.model.execution.measure import Figures
-from lightning_pipeshift.model.gates.gate import Gate
-from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
@@ -40,6 +39,7 @@ from lightning_pipeshift.plan.inputs.profile_fitting import (
     profile_of,
 )
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -55,7 +55,7 @@ from lightning_pipeshift.runtime.planning.move_decision import (
     Window,
     ranks_text,
 )
-from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
+from lightning_pipeshift.runtime.planning.move_parts import parts_of
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.update_memory import update_memory
@@ -213,8 +213,8 @@ class Replanning:
 
     def measure(
         self,
-        gates: Sequence[Gate],
-        trace: Trace,
+        gates: Sequence[NamedLayer],
+        crossings: Sequence[Crossing],
         guesses: dict[int, Figures],
         optimizers: Sequence[Optimizer] | None,
         samples: float,
@@ -227,7 +227,7 @@ class Replanning:
 
         Args:
             gates: of the layers, in call order.
-            trace: of a microbatch.
+            crossings: what crosses the boundary behind each of them.
             guesses: the estimates of a stopwatch.
             optimizers: those of the run; ``None``: not known yet.
             samples: their number in the first microbatch.
@@ -245,7 +245,7 @@ class Replanning:
         # Trying them takes a while; without measurements no plan asks for their memory.
         updates = update_memory((optimizers or ()) if self.measures else (), self._device)
         self._updates_at_once = updates.at_once
-        self._layers = layers_of(gates, trace, optimizers, updates, self.waiting_bytes)
+        self._layers = layers_of(gates, crossings, optimizers, updates, self.waiting_bytes)
         self._samples, self._batch_bytes = samples, batch_bytes
         self.profiler.held_bytes = held_bytes
         if memory is not None:
@@ -461,33 +461,31 @@ class Replanning:
             )
         return Plan.from_json(text)
 
-    def cut_overs(self, old: Plan, new: Plan) -> list[CutOver]:
+    def parts_of(self, old: Plan, new: Plan) -> list[Plan]:
         """The plans by which one plan turns into another. Every rank calls this.
 
         Raises:
             PlanError: a device lacks memory for layers while they move.
         """
         if old.placement == new.placement or old.placement.owners or new.placement.owners:
-            return [CutOver(new, 0)]
-        found: list[tuple[str, int]] | str = ""
+            return [new]
+        found: list[str] | str = ""
         if self._replicas.rank == 0:
             try:
-                found = [
-                    (each.plan.to_json(), each.first) for each in self.cut_overs_here(old, new)
-                ]
+                found = [each.to_json() for each in self.parts_here(old, new)]
             except PlanError as error:
                 found = str(error)
         found = self._replicas.world.share_object(found, source=0)
         if isinstance(found, str):
             raise PlanError(found)
-        return [CutOver(Plan.from_json(text), first) for text, first in found]
+        return [Plan.from_json(text) for text in found]
 
-    def cut_overs_here(self, old: Plan, new: Plan) -> list[CutOver]:
-        """As :meth:`cut_overs`, on the first rank only."""
+    def parts_here(self, old: Plan, new: Plan) -> list[Plan]:
+        """As :meth:`parts_of`, on the first rank only."""
         has_budget = self._settings.memory is not None
         measured = self.measured if self.measures else None
         checks_memory = self.is_measured or has_budget
-        return cut_overs(old, new, self._layers, measured, has_budget, checks_memory)
+        return parts_of(old, new, self._layers, measured, checks_memory)
 
     def require_memory(self, plan: Plan, is_here: bool = False) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,
@@ -517,7 +515,7 @@ class Replanning:
         self,
         plan: Plan,
         own: Iterable[int],
-        gates: Sequence[Gate],
+        gates: Sequence[NamedLayer],
         optimizers: Sequence[Optimizer],
         lag: int = 0,
     ) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
-
-from torchmetrics import Metric
 
 from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.trace.signature import module_signature
-from lightning_pipeshift.model.trace.trace import Trace
-from lightning_pipeshift.model.user_state.module_state import combine
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
@@ -31,7 +26,6 @@ from lightning_pipeshift.runtime.ownership.shared_updates import (
     require_same_sharers,
 )
 from lightning_pipeshift.runtime.planning.move_decision import Decision
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
@@ -40,17 +34,15 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.runtime.step.control_files import Answer
+from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.minibatches import (
     Finished,
     Minibatch,
     Minibatches,
-    RunsActions,
 )
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import WAIT, Step
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.trace_cache import Key
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
+from lightning_pipeshift.runtime.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.timeline.recording import REPORT, What
 
@@ -97,15 +89,9 @@ class AsynchronousPipeline(Pipeline):
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
         self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
-        self._asked: list[CutOver] = []
+        self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._shared_updates: SharedUpdates
-        self._late_changes: dict[tuple[str, str], Any] = {}
-        """Changes of user code on the last stage since the pipeline was empty."""
-        self._written: dict[int, Trace] = {}
-        """The traces since the pipeline was empty in which user code keeps values of several
-        stages, by their ids.
-        """
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
 
@@ -114,7 +100,7 @@ class AsynchronousPipeline(Pipeline):
     @property
     def coming_plan(self) -> Plan:
         """See :class:`Pipeline`."""
-        return self._asked[-1].plan if self._asked else self._live.last or super().coming_plan
+        return self._asked[-1] if self._asked else self._live.last or super().coming_plan
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """See :class:`Pipeline`. Only the first rank raises PlanError for a lack of memory."""
@@ -124,10 +110,10 @@ class AsynchronousPipeline(Pipeline):
             self.planning.require_memory(plan, is_here=True)
         self.adopt(plan)
 
-    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
-        parts = [CutOver(plan, 0)]
-        if self.replicas.rank == 0 and from_microbatch is None:
-            parts = self.planning.cut_overs_here(self._live.next or self.plan, plan)
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        parts = [plan]
+        if self.replicas.rank == 0 and not at_once:
+            parts = self.planning.parts_here(self._live.next or self.plan, plan)
         self._require_movable(parts)
         self._asked = parts
 
@@ -140,12 +126,12 @@ class AsynchronousPipeline(Pipeline):
     def _layers_on_their_way(self) -> frozenset[int]:
         return self._live.layers
 
-    def release_gates(self) -> None:
+    def release(self) -> None:
         """See :class:`Pipeline`."""
         self._live.abandon()
         for sums in self._old_aggregations:
             sums.close()
-        super().release_gates()
+        super().release()
 
     def make_whole(self) -> None:
         """See :class:`Pipeline`."""
@@ -154,72 +140,44 @@ class AsynchronousPipeline(Pipeline):
 
     # --- minibatches ---
 
-    def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
-        """Runs this stage's turn in an asynchronous schedule: the forward of a batch, and the
-        backward of an earlier one, which is returned if there is one. Its gradients are in
-        ``holdings``, ready for :meth:`Holdings.hand_gradients_over`.
-
-        Args:
-            given: the batch.
-            tag: comes back with the minibatch.
-        """
-        self._note_begin()
-        if self._minibatches is None:
-            # Later batches are compared by :meth:`before_minibatch`.
-            self._check_batch(given.batch, given.batch_idx)
-        part, size, key, minibatches = self._prepared(given)
-        state, slices = module_signature(self.root), [(part, size)]
-        in_flight = self.channels.num_stages
-        traces = self._traces([key], slices, given.step, state, in_flight=in_flight)
-        (microbatch,) = self._microbatches([key], slices, traces)
-        todo = replace(
-            self._step(given, [microbatch]),
-            first=minibatches.next,
-            is_in_flight=self.channels.num_stages > 1,
-            versions=minibatches.versions,
-            live_migration=self.live_migration,
-            timers=self._timers,
-        )
-        minibatch = self._minibatch(given, todo, tag)
-        if self.is_last and self.channels.num_stages > 1:
-            # What hooks change between two calls, they change on every stage.
-            self._user_state.remember()
-        (trace,) = traces
-        if trace is not None and trace.state:
-            self._written[id(trace)] = trace
+    def _begin_timing(self, number: int) -> None:
+        """Called before a minibatch's turn."""
         profiler = self.planning.profiler
         if self.planning.measures and not profiler.is_over:
-            self._timers[minibatches.next] = profiler.timer
+            self._timers[number] = profiler.timer
         profiler.begin_step()
-        if minibatches.turn_has_backward:
-            self._make_place_for_gradients(minibatches.oldest or minibatch)
-        finished = minibatches.begin(minibatch)
-        self._require_known_switches(traces, state)
-        profiler.end_step()
+
+    def _end_minibatch(self, given: TrainingBatch, finished: Minibatch | None) -> list[Finished]:
+        """Ends the call of ``begin_minibatch``."""
+        self.planning.profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
-        if self._live.last is None:
+        if self._live.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            gates, lag = self._trace_cache.gates, max(self.replicas.topology.stages_per_vm)
-            self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
+            lag = max(self.replicas.topology.stages_per_vm)
+            self.planning.after_step(self.plan, own, self._layers, given.optimizers, lag)
         return found
 
-    def _prepared(self, given: TrainingBatch) -> tuple[Any, int, Key, Minibatches]:
-        """Prepares for a batch. Returns it as one microbatch, its number of samples, the key of its
-        step, and the minibatches under way.
+    def _prepared(self, given: TrainingBatch) -> tuple[Any, int, Minibatches]:
+        """Prepares for a batch. Returns it as one microbatch, its number of samples, and the
+        minibatches under way.
         """
         ((part, size),) = split(given.batch, 1)
         self.planning.note_samples(size)
         key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._prepare(key, given.step, part, given.optimizers, trains=True)
         self._optimizers = given.optimizers
         assert self.holdings is not None
-        return part, size, key, self._minibatches or self._make_minibatches(self.holdings)
+        return part, size, self._minibatches or self._make_minibatches(self.holdings)
 
-    def _minibatch(self, given: TrainingBatch, todo: Step, tag: Any) -> Minibatch:
+    def _minibatch(
+        self, given: TrainingBatch, number: int, batch: Any, losses: Losses, tag: Any
+    ) -> Minibatch:
         return Minibatch(
-            step=todo,
+            number=number,
+            batch=batch,
+            losses=losses,
             batch_idx=given.batch_idx,
             is_last_batch=given.is_last_batch,
             stops=given.stops,
@@ -230,8 +188,8 @@ class AsynchronousPipeline(Pipeline):
         )
 
     def drain(self) -> Iterator[Finished]:
-        """Runs the backwards of all minibatches in flight, one at a time; see
-        :meth:`begin_minibatch`. Every stage calls this after the same minibatch.
+        """Runs the backwards of all minibatches in flight, one at a time. Every stage calls this
+        after the same minibatch.
         """
         minibatches = self._minibatches
         if minibatches is None or minibatches.are_over:
@@ -244,19 +202,15 @@ class AsynchronousPipeline(Pipeline):
         minibatches.end_one()
         self._timers.clear()
         self.planning.end_gathering()
-        self._stage.settle()
         self.channels.settle()
         self._end_drain()
 
+    @abstractmethod
     def _end_drain(self) -> None:
-        """Makes what user code keeps equal on all stages, in an empty pipeline."""
-        written, self._written = list(self._written.values()), {}
-        changes, self._late_changes = self._late_changes, {}
-        changes = self.channels.share_object(changes, self.channels.num_stages - 1)
-        self._user_state.share(written, Report(None, [], [changes]))
+        """Called when the pipeline is empty."""
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
-        """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
+        """Called before ``begin_minibatch``; returns updates that are to be made first.
 
         Args:
             batch: the minibatch.
@@ -271,22 +225,24 @@ class AsynchronousPipeline(Pipeline):
         plan, late = self._live.before_turn(number, update, ends_update)
         late += self._shared_updates.due(number)
         if plan is not None:
-            assert self._ownership is not None
-            assert self.holdings is not None
-            self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
-            self._plan = plan
-            if self._aggregation is not None:
-                # Updates that have begun are summed over their own owners.
-                self._old_aggregations.append(self._aggregation)
-                uses = self.holdings.uses
-                self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
-            self._say_who_has_no_work()
-            # Times under the old plan do not hold for the new one.
-            self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
-            self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
+            self._come_into_force(plan)
         if plan is not None or moving != self._live.layers:
             self._follow_with_memory()
         return late
+
+    def _come_into_force(self, plan: Plan) -> None:
+        """Puts a plan in force, from the next minibatch on."""
+        assert self.holdings is not None
+        self._plan = plan
+        if self._aggregation is not None:
+            # Updates that have begun are summed over their own owners.
+            self._old_aggregations.append(self._aggregation)
+            uses = self.holdings.uses
+            self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
+        self._say_who_has_no_work()
+        # Times under the old plan do not hold for the new one.
+        self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+        self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds. This
@@ -305,7 +261,7 @@ class AsynchronousPipeline(Pipeline):
             assert self._minibatches is not None
             forward = Action(Kind.FORWARD, self._minibatches.next)
             with self.section(WAIT, What.WAIT, str(forward)):
-                notice = channels.receive_object(self._stage.peer(Kind.RECEIVE_PAYLOAD))
+                notice = channels.receive_object(stage - 1)
         if channels.num_stages > 1 and is_checked(batch_idx):
             mine = checksum(batch)
             if not stage:
@@ -315,11 +271,11 @@ class AsynchronousPipeline(Pipeline):
         self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
         if not self.is_last:
             notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
-            channels.send_object(notice_here, self._stage.peer(Kind.SEND_PAYLOAD))
+            channels.send_object(notice_here, stage + 1)
             channels.settle(all_but=2 * channels.num_stages)
         self._asked = []
         if notice.plans:
-            self._live.request(CutOver(Plan.from_json(text), 0) for text in notice.plans)
+            self._live.request(Plan.from_json(text) for text in notice.plans)
         if notice.decision is not None:
             self.planning.accept(notice.decision)
             if notice.refusal:
@@ -348,7 +304,7 @@ class AsynchronousPipeline(Pipeline):
                 self.adopt(Plan.from_json(decision.plan))
             except PlanError as error:
                 refusal = str(error)
-        plans = [part.plan.to_json() for part in self._asked]
+        plans = [part.to_json() for part in self._asked]
         return _Notice(plans, decision, refusal, ends, self.asks_to_end)
 
     def forget_older_weights(self) -> None:
@@ -378,7 +334,7 @@ class AsynchronousPipeline(Pipeline):
         assert self._minibatches is not None
         assert self.holdings is not None
         if minibatch is not None:
-            self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
+            self._shared_updates.pass_on(minibatch.number, minibatch.tag)
             self._live.withhold(minibatch.tag)
         parameters = [use.parameter for use in self.holdings.held]
         with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
@@ -413,15 +369,12 @@ class AsynchronousPipeline(Pipeline):
             self._minibatches.newest_update,
         )
 
-    def _require_movable(self, parts: Sequence[CutOver]) -> None:
+    def _require_movable(self, parts: Sequence[Plan]) -> None:
         """Raises PlanError where plans cannot come into force one after the other in an
         asynchronous schedule.
         """
-        objection = self.changes.objection_to(parts)
-        if objection:
-            raise PlanError(objection)
         # A layer moves in one part only.
-        plan, schedule = parts[-1].plan, self.settings.schedule
+        plan, schedule = parts[-1], self.settings.schedule
         if self._aggregation is not None and self._aggregation.in_order:
             raise PlanError(
                 f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
@@ -477,12 +430,8 @@ class AsynchronousPipeline(Pipeline):
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in holdings.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
-        self._minibatches = Minibatches(self._runner, stage, num_stages, versions)
+        self._minibatches = Minibatches(self, stage, num_stages, versions)
         return self._minibatches
-
-    @property
-    def _runner(self) -> RunsActions:
-        return self._stage
 
     def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
         assert self.holdings is not None
@@ -491,7 +440,7 @@ class AsynchronousPipeline(Pipeline):
 
     def _finish(self, minibatch: Minibatch) -> Finished:
         assert self.holdings is not None
-        self._timers.pop(minibatch.step.first, None)
+        self._timers.pop(minibatch.number, None)
         report = self._report_along(minibatch)
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
@@ -513,6 +462,14 @@ class AsynchronousPipeline(Pipeline):
                 old.close()
                 self._old_aggregations.remove(old)
 
+    @abstractmethod
+    def run(self, row: Row, ahead: Row) -> None:
+        """Runs a stage's turn: see :class:`Minibatches`."""
+
+    @abstractmethod
+    def _own_report(self, minibatch: Minibatch) -> Report:
+        """The last stage's report of its virtual machine's minibatch."""
+
     def _report_along(self, minibatch: Minibatch) -> Report:
         """The last stage's report of a minibatch, which goes from stage to stage as its gradient
         does.
@@ -525,36 +482,13 @@ class AsynchronousPipeline(Pipeline):
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
             with self.section(WAIT, What.WAIT, REPORT):
-                report = self.channels.receive_object(self._stage.peer(Kind.RECEIVE_GRADIENT))
+                report = self.channels.receive_object(stage + 1)
         self._end_is_wanted |= report.asks_to_end
         if stage:
-            self.channels.send_object(report, self._stage.peer(Kind.SEND_GRADIENT))
+            self.channels.send_object(report, stage - 1)
             # The earlier stage takes them in this order, each after a backward.
             self.channels.settle(all_but=2 * self.channels.num_stages)
         return report
-
-    def _own_report(self, minibatch: Minibatch) -> Report:
-        """The last stage's report of its virtual machine's minibatch."""
-        mine = self._reporting.end(minibatch.step.losses, minibatch.is_last_batch)
-        # Earlier stages have run the same code for later minibatches: what it keeps is compared
-        # when the pipeline is empty. Metrics are logged with the minibatch.
-        everything = {path: change for part in mine.changes for path, change in part.items()}
-        of_metrics = {
-            path: everything.pop(path) for path in list(everything) if self._is_of_metric(path[0])
-        }
-        mine.changes = [of_metrics]
-        combine(self._late_changes, everything)
-        return mine
-
-    def _is_of_metric(self, name: str) -> bool:
-        """Whether a module is a metric, or a part of one."""
-        path = name.split(".") if name else []
-        parents = (".".join(path[:end]) for end in range(1, len(path) + 1))
-        return any(isinstance(self.root.get_submodule(parent), Metric) for parent in parents)
-
-    def take_metrics(self, report: Report) -> None:
-        """Gives this stage's metrics the state that a minibatch has left them in."""
-        self._user_state.apply(report)
 
 
 def _finish_all(sums: Aggregation) -> tuple[()]:

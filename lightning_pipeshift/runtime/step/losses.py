@@ -59,14 +59,12 @@ class Losses:
         denominators: divide the losses while their total weight is not known yet; ``None`` to
             derive them from this step's own numbers.
         agree: called with the first outcome; returns the denominators.
-        counts_all: a microbatch without a loss counts by its samples, as in plain Lightning.
     """
 
     sizes: Sequence[int]
     loss_scale: float | Tensor = 1.0
     denominators: Denominators | None = None
     agree: Callable[[MicrobatchOutcome], Denominators] | None = None
-    counts_all: bool = False
     outcomes: list[MicrobatchOutcome] = field(default_factory=list, init=False)
     _expected_weight: float | Tensor | None = field(default=None, init=False)
     """The expected sum of the user's weights, which divides the losses meanwhile."""
@@ -126,12 +124,13 @@ class Losses:
         return weight / expected * scale
 
     def weights(self, outcomes: Sequence[MicrobatchOutcome]) -> list[float]:
-        """The weight of each microbatch; 0 for one without a loss.
+        """The weight of each microbatch. Without weights of the user's, one without a loss counts
+        by its samples, as in plain Lightning; else its weight is 0.
 
         Args:
             outcomes: of all microbatches, in host memory.
         """
-        if self.counts_all and all(outcome.weight is None for outcome in outcomes):
+        if all(outcome.weight is None for outcome in outcomes):
             return list(map(float, self.sizes))
         return [
             0.0

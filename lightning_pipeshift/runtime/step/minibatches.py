@@ -10,12 +10,9 @@ from typing import Any, Protocol
 
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
-from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
-from lightning_pipeshift.plan.schedule.route import Route
-from lightning_pipeshift.plan.schedule.schedules import row_with_recomputation
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
-from lightning_pipeshift.runtime.step.stage import Step
+from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
@@ -25,7 +22,9 @@ class Minibatch:
     """One minibatch, from its forward to its backward.
 
     Args:
-        step: how it runs.
+        number: counts the minibatches of the run.
+        batch: the batch.
+        losses: takes its loss.
         batch_idx: its index in the epoch.
         is_last_batch: whether the epoch ends with it.
         stops: tells whether user code has asked the Trainer to stop.
@@ -35,7 +34,9 @@ class Minibatch:
         tag: what belongs to it for the caller.
     """
 
-    step: Step
+    number: int
+    batch: Any
+    losses: Losses
     batch_idx: int
     is_last_batch: bool
     stops: Callable[[], bool]
@@ -59,10 +60,15 @@ class Finished:
 
 
 class RunsActions(Protocol):
-    """A :class:`~lightning_pipeshift.runtime.step.stage.Stage`, or what takes its place."""
+    """Carries out the actions of a stage."""
 
-    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
-        """Carries out a row's actions in order."""
+    def run(self, row: Row, ahead: Row) -> None:
+        """Carries out a row's actions in order.
+
+        Args:
+            row: the actions.
+            ahead: those of the next rows, until the backwards of all minibatches in flight.
+        """
 
 
 class Minibatches:
@@ -127,7 +133,7 @@ class Minibatches:
         later = ahead(self.next, self._place, self._num_stages, self._first)
         self._in_flight.append(minibatch)
         self.next += 1
-        finished = self._run(row, later, minibatch.step)
+        finished = self._run(row, later)
         if minibatch.ends_update:
             self.versions.update += 1
             self._ends.append(self.next - 1)
@@ -142,21 +148,13 @@ class Minibatches:
         if not rest:
             self._first = self.next
             return None
-        return self._run(rest[:1], rest[1:], self._in_flight[0].step)
+        return self._run(rest[:1], rest[1:])
 
-    def _run(self, row: Row, later: Row, step: Step) -> Minibatch | None:
-        row, later = map(self._whole, (row, later))
+    def _run(self, row: Row, later: Row) -> Minibatch | None:
         try:
-            self._stage.run(row, step, later)
+            self._stage.run(row, later)
         except BaseException:
             self.versions.forget()
             raise
         has_backward = any(action.kind is Kind.BACKWARD for action in row)
         return self._in_flight.popleft() if has_backward else None
-
-    def _whole(self, row: Row) -> Row:
-        """A row of forwards and backwards with what the stage does besides."""
-        (oldest,) = self._in_flight[0].step.microbatches
-        if oldest.recomputes:
-            row = row_with_recomputation(row)
-        return row_with_communication(row, self._place, Route(self._num_stages))

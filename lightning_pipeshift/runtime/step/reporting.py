@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
-from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.user_state.logs import merge_logs
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.step.losses import Denominators, Losses, MicrobatchOutcome
 from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.user_state import UserState
-
-Exchange = Callable[[Any], list[Any]]
-"""``(object of this virtual machine) -> those of all virtual machines``"""
 
 
 class Reporting:
@@ -27,23 +21,18 @@ class Reporting:
 
     Args:
         replicas: the virtual machines.
-        user_state: whose changes are part of the reports.
     """
 
-    def __init__(self, replicas: Replicas, user_state: UserState) -> None:
+    def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._user_state = user_state
         self._denominators: Denominators | None = None
         self._has_agreed = False
-        # What the report of the step consists of, on its way to the host.
-        self._under_way = Fetch(None)
 
     def losses(
         self,
         sizes: Sequence[int],
         loss_scale: float | Tensor,
         num_microbatches: int,
-        exchange: Exchange | None = None,
     ) -> Losses:
         """The losses of a step, before any is known.
 
@@ -51,7 +40,6 @@ class Reporting:
             sizes: the number of samples of each microbatch.
             loss_scale: a factor of every loss.
             num_microbatches: of a step under the plan.
-            exchange: with the other virtual machines. By default only the last stage calls it.
         """
         several = self._replicas.count > 1
         if several and self._denominators is None:
@@ -62,9 +50,7 @@ class Reporting:
             loss_scale=loss_scale,
             denominators=self._denominators,
             agree=(
-                partial(self._agree, num_microbatches, exchange or self._replicas.exchange)
-                if several and not self._has_agreed
-                else None
+                partial(self._agree, num_microbatches) if several and not self._has_agreed else None
             ),
         )
 
@@ -79,13 +65,11 @@ class Reporting:
         found = channels.share_object(mine, channels.num_stages - 1)
         self._denominators, self._has_agreed = found
 
-    def _agree(
-        self, num_microbatches: int, exchange: Exchange, outcome: MicrobatchOutcome
-    ) -> Denominators:
+    def _agree(self, num_microbatches: int, outcome: MicrobatchOutcome) -> Denominators:
         """Agrees with the other virtual machines on denominators: once in a run."""
         assert self._denominators is not None
         weight = None if outcome.weight is None else float(outcome.weight)
-        weights = [w for w in exchange(weight) if w]
+        weights = [w for w in self._replicas.gather(weight) if w]
         if weights:
             mean = sum(weights) / len(weights)
             weight = _power_of_two(mean * num_microbatches * self._replicas.count)
@@ -93,37 +77,10 @@ class Reporting:
         self._has_agreed = True
         return self._denominators
 
-    def begin(self, wants_result: bool, losses: Losses) -> None:
-        """Called on the last stage after a step's last forward: begins to fetch what the report
-        consists of. The device still has a backward to do when it arrives.
-
-        Args:
-            wants_result: whether more of the step's result than the loss is needed.
-            losses: those of the step.
-        """
-        self._user_state.end_forwards(len(losses.outcomes))
-        for outcome in losses.outcomes if not wants_result else ():
-            outcome.result = None
-        self._under_way = Fetch((list(losses.outcomes), self._user_state.changes()))
-
-    def end(self, losses: Losses, is_last_batch: bool) -> Report:
-        """Returns the report of this virtual machine's last stage, on that stage.
-
-        Args:
-            losses: those of the step.
-            is_last_batch: whether this stage's data ends with the batch.
-        """
-        outcomes, changes = self._under_way.wait()
-        self._under_way = Fetch(None)
-        # Most steps change nothing in their backward, and there is nothing to wait for.
-        late = to_host(self._user_state.changes())
-        return self.report(losses, outcomes, [changes, late], is_last_batch)
-
     def report(
         self,
         losses: Losses,
         outcomes: Sequence[MicrobatchOutcome],
-        changes: list[dict[tuple[str, str], Any]],
         is_last_batch: bool,
     ) -> Report:
         """The report of a step of this virtual machine.
@@ -131,7 +88,6 @@ class Reporting:
         Args:
             losses: those of the step.
             outcomes: of all microbatches, in host memory.
-            changes: the step's changes to the LightningModule, one after the other.
             is_last_batch: whether this stage's data ends with the batch.
         """
         self._has_agreed = True
@@ -143,7 +99,6 @@ class Reporting:
         return Report(
             merge([outcome.result for outcome in outcomes], sizes, weights),
             merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
-            changes,
             is_last_batch,
             loss,
             *losses.counted(outcomes),

@@ -19,7 +19,6 @@ class Report:
     Args:
         result: the step's result.
         logs: the values that it logged.
-        changes: its changes to the LightningModule, one after the other.
         is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` if no microbatch returned one.
         counted: the total weight of the losses: see
@@ -28,11 +27,12 @@ class Report:
         size: how many samples the batch had.
         asks_to_end: whether a stage asks for the end of the run.
         stops: whether user code has asked the Trainer to stop.
+        metrics: in an asynchronous schedule, the values of the module's metrics.
+        digest: likewise, of what the step has logged and returned.
     """
 
     result: Any
     logs: list[LoggedValue]
-    changes: list[dict[tuple[str, str], Any]]
     is_last_batch: bool = False
     loss: Tensor | None = None
     counted: float = 0.0
@@ -40,6 +40,8 @@ class Report:
     size: int = 0
     asks_to_end: bool = False
     stops: bool = False
+    metrics: Any = None
+    digest: int = 0
 
     @property
     def correction(self) -> float:
@@ -52,7 +54,7 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
 
     Args:
         reports: one for each virtual machine.
-        vm: the virtual machine whose result and changes are used.
+        vm: the virtual machine whose result is used.
     """
     mine = reports[vm]
     if len(reports) == 1:

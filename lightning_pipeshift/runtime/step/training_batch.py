@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+Key = tuple[int | str, ...]
+"""Determines the random stream of a step: the run's seed, the kind of the step, its number, the
+microbatch, and the virtual machine."""
+
+Profile = Callable[[str], AbstractContextManager[Any]]
+"""A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
+
+WAIT: Final = "[PipeShift] wait for other stages"
+"""The name of such a context."""
 
 
 @dataclass(frozen=True)

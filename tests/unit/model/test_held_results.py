@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.saved import held_results
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
 from tests.unit.model.test_recompute import LAYERS
 
@@ -33,7 +33,9 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(gate: Gate, x: Tensor, held: set[int] | None) -> tuple[list[Tensor], Counter[Any], int]:
+def step(
+    gate: NamedLayer, x: Tensor, held: set[int] | None
+) -> tuple[list[Tensor], Counter[Any], int]:
     """The gradients of the input and the parameters, the operations of the second run, and how many
     tensors were saved; ``None``: without a second run.
     """
@@ -59,8 +61,8 @@ def step(gate: Gate, x: Tensor, held: set[int] | None) -> tuple[list[Tensor], Co
     )
 
 
-def gate_of(layer: nn.Module) -> Gate:
-    return Gate("layer", layer, 0, CurrentPass())
+def gate_of(layer: nn.Module) -> NamedLayer:
+    return NamedLayer("layer", layer, 0)
 
 
 @pytest.mark.parametrize("name", LAYERS)

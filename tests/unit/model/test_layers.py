@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.layers import compiled_around, find_layers, require_layers
+from lightning_pipeshift.model.parameters.layers import compiled_around, find_layers, require_layers
 
 
 class Holder(nn.Module):

@@ -4,7 +4,8 @@ import torchmetrics
 from torch import nn
 
 from lightning_pipeshift.model.user_state.logs import LogRecorder, MetricRef, merge_logs, say_again
-from tests.unit.model.following import CPU
+
+CPU = torch.device("cpu")
 
 
 def recorded(*steps):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state import random_streams as streams_module
 from lightning_pipeshift.model.user_state.random_streams import (
     RandomStreams,
     drawing_from,
@@ -17,7 +16,8 @@ from lightning_pipeshift.model.user_state.random_streams import (
     set_host_state,
     stream_seed,
 )
-from tests.unit.model.following import CPU
+
+CPU = torch.device("cpu")
 
 
 def draw():
@@ -105,67 +105,16 @@ def test_an_error_inside_changes_nothing_either():
     assert draw() == expected
 
 
-PLACES = range(16)
-
-
-def test_every_place_in_the_pass_has_a_stream_of_its_own():
-    streams = RandomStreams(CPU)
-    found = {}
-    for key in ("a", "b"):
-        with streams.switched(key):
-            found[key] = [draw()]
-            for place in PLACES:
-                draw()
-                streams.go_to((place,))
-                found[key].append(draw())
-            streams.go_to((PLACES[0],))
-            assert draw() == found[key][1], "not from its beginning"
-    everything = found["a"] + found["b"]
-    for column in zip(*everything, strict=True):
-        assert len(set(map(str, column))) == len(everything)
-
-
-def test_going_without_the_host_leaves_numpy_and_random_where_they_are():
-    streams = RandomStreams(CPU)
-    with streams.switched("a"):
-        expected = draw()[1:]
-        streams.go_to((1,))
-        torch_there = draw()[0]
-    with streams.switched("a"):
-        streams.go_to((1,), host=False)
-        assert not streams.has_drawn_on_host()
-        torch_here, *host = draw()
-        assert streams.has_drawn_on_host()
-    assert torch_here == torch_there
-    assert tuple(host) == expected
-
-
-def test_code_that_draws_on_the_host_late_is_noticed(monkeypatch):
-    monkeypatch.setattr(streams_module, "_MOST_LOOKS", 3)
-    streams = RandomStreams(CPU)
-    with streams.switched("a"):
-        for event in range(5):
-            streams.go_to((event,), host=None)
-        random.random()
-        with pytest.warns(UserWarning, match="for the first time after many steps"):
-            streams.go_to((5,), host=None)
-        expected = random.random()
-        streams.go_to((6,), host=None)
-        assert random.random() != expected
-        streams.go_to((5,), host=None)
-        assert random.random() == expected
-
-
 def test_the_spare_normal_draw_does_not_reach_the_next_stream():
     streams = RandomStreams(CPU)
     with streams.switched("a"):
         np.random.randn()
         random.gauss(0, 1)
-        streams.go_to((2,))
+        streams.begin("b")
         after_one = draw()
         np.random.randn()
         np.random.randn()
-        streams.go_to((2,))
+        streams.begin("b")
         after_two = draw()
     assert after_one == after_two
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
 
 
 def region_of(layer, *args, seed=7, **kwargs):
     """A region around one call, whose random numbers come from a seed of its own."""
-    gate = Gate("layer", layer, 0, CurrentPass())
+    gate = NamedLayer("layer", layer, 0)
     region = RecomputedRegion(gate, args, kwargs, partial(torch.manual_seed, seed))
     torch.manual_seed(seed)
     return region, region.run()
@@ -165,7 +165,7 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     torch.manual_seed(0)
     layer = Scaled()
     x = torch.randn(3, 6)
-    gate = Gate("layer", layer, 0, CurrentPass())
+    gate = NamedLayer("layer", layer, 0)
     results = []
     for number in range(3):
         inside = x.clone().requires_grad_() * 1

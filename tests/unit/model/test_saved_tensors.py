@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.model.execution.trees import address_of
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import (
     Observer,
@@ -86,7 +86,7 @@ def call(
     layer: nn.Module, *args: Tensor, keeper: Shelf, observer: Observer | None = None
 ) -> Tensor:
     """One call of a layer, whose saved tensors the keeper has."""
-    gate = Gate("layer", layer, 0, CurrentPass())
+    gate = NamedLayer("layer", layer, 0)
     output: Tensor = LayerCall(gate, args, {}, SavedTable(0, keeper), observer).run()
     return output
 
@@ -394,7 +394,7 @@ def test_what_is_in_other_memory_than_the_devices_stays_there(device: str) -> No
     """Attention on a GPU saves the seed of its dropout in host memory."""
     keeper, observer = Shelf(), Observer()
     table = SavedTable(0, keeper, device=torch.device(device))
-    gate = Gate("layer", Own(), 0, CurrentPass())
+    gate = NamedLayer("layer", Own(), 0)
     x = torch.randn(3, 6, requires_grad=True)
     y = LayerCall(gate, (x,), {}, table, observer).run()
     if device == "cpu":
@@ -598,7 +598,7 @@ def test_what_is_observed_is_what_is_counted(name: str) -> None:
     if name == "encoder":
         x = x.view(1, 3, 6)
     for number in range(2):
-        gate = Gate("layer", LAYERS[name](), number, CurrentPass())
+        gate = NamedLayer("layer", LAYERS[name](), number)
         x = LayerCall(gate, (x,), {}, table, observer).run()
     expected = [
         (3, layer, tensor.number, tensor.num_bytes)
@@ -636,15 +636,13 @@ def test_what_the_layer_before_has_saved_is_counted_there() -> None:
     observer = Observer()
     x = torch.ones(5, requires_grad=True) * 1
     for number in range(2):
-        gate = Gate("layer", nn.Tanh() if not number else nn.Sigmoid(), number, CurrentPass())
+        gate = NamedLayer("layer", nn.Tanh() if not number else nn.Sigmoid(), number)
         x = LayerCall(gate, (x.exp() if number else x,), {}, SavedTable(), observer).run()
     assert bytes_of_layers(observer) == {0: 20, 1: 20}
     observer = Observer()
     y = torch.ones(5, requires_grad=True) * 1
     for number, layer in enumerate((nn.Tanh(), nn.GELU())):
-        y = LayerCall(
-            Gate("layer", layer, number, CurrentPass()), (y,), {}, SavedTable(), observer
-        ).run()
+        y = LayerCall(NamedLayer("layer", layer, number), (y,), {}, SavedTable(), observer).run()
     assert bytes_of_layers(observer) == {0: 20, 1: 0}
     assert [tensor.maker for tensor in observer.of_layers[1]] == ["input"]
 

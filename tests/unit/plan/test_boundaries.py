@@ -1,7 +1,6 @@
 import pytest
 
-from lightning_pipeshift.plan.inputs.flow import Call, Flow, Value
-from lightning_pipeshift.plan.partition.boundaries import possible_cuts, worthwhile_cuts
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 
 
 def cuts(inner, num_stages, ends=(0, 0)):
@@ -64,38 +63,6 @@ def test_a_hill_wider_than_a_stages_share_is_not_kept_whole():
     inner = [1, 2, 2, 2, 2, 2, 1, 1]  # One hill over 6 of 9 layers.
     assert cuts(inner, 1) == [1, 7, 8]
     assert cuts(inner, 2) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def flow_of(*calls: tuple[int, ...]) -> Flow:
-    """Calls of layers, each with the calls whose results it takes."""
-    counts: dict[int, int] = {}
-    made: list[Value] = []
-    found = []
-    for layer, *sources in calls:
-        made.append(Value(layer, counts.get(layer, 0), 0))
-        found.append(Call(layer, made[-1].call, (), frozenset(made[s] for s in sources)))
-        counts[layer] = made[-1].call + 1
-    empty: frozenset[Value] = frozenset()
-    return Flow(tuple(found), empty, empty, empty)
-
-
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [
-        # A chain.
-        ([(0,), (1, 0), (2, 1), (3, 2)], {1, 2, 3}),
-        # Two views of the data, one after the other.
-        ([(0,), (1, 0), (0,), (1, 2), (2, 1, 3)], {1, 2}),
-        # Called again on what it has returned.
-        ([(0,), (1, 0), (1, 1), (2, 2)], {1, 2}),
-        # In turn.
-        ([(0,), (1, 0), (2, 1), (1, 2), (2, 3), (3, 4)], {1, 3}),
-        # From the end to the beginning.
-        ([(0,), (1, 0), (2, 1), (0, 2), (3, 3)], {3}),
-    ],
-)
-def test_no_value_travels_back_across_a_cut(calls, expected):
-    assert possible_cuts(flow_of(*calls), max(layer for layer, *_ in calls) + 1) == expected
 
 
 def test_what_is_worthwhile_may_be_cut():

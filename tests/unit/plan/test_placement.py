@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_pipeshift.errors import PartitionError
-from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.inputs.placement import Placement
 
 
 def test_what_a_placement_answers():
@@ -52,41 +52,6 @@ def test_impossible_placements(counts, words):
 def test_an_unknown_layer(layer):
     with pytest.raises(PartitionError, match=rf"layer {layer}.*0 to 4"):
         Placement(((3, 2),)).stage_of(0, layer)
-
-
-def test_ownership_is_a_function_of_the_microbatch():
-    ownership = Ownership.of(Placement(((2, 2),))).moved(Placement(((1, 3),)), from_microbatch=8)
-    assert [ownership.stage_of(0, 1, microbatch) for microbatch in (0, 7, 8, 100)] == [0, 0, 1, 1]
-    assert ownership.layers_of(0, 0, 7) == range(2)
-    assert ownership.layers_of(0, 0, 8) == range(1)
-    back = ownership.moved(Placement(((3, 1),)), 12)
-    assert [back.placement(m).counts[0][0] for m in (7, 8, 11, 12)] == [2, 1, 1, 3]
-    # A pass returns a new value.
-    assert ownership.placement(12).counts == ((1, 3),)
-
-
-def test_two_moves_at_one_cut_over_are_one():
-    ownership = Ownership.of(Placement(((2, 2),))).moved(Placement(((1, 3),)), 8)
-    replaced = ownership.moved(Placement(((0, 4),)), 8)
-    assert replaced.history == ((0, Placement(((2, 2),))), (8, Placement(((0, 4),))))
-
-
-def test_wrong_moves():
-    ownership = Ownership.of(Placement(((2, 2),))).moved(Placement(((1, 3),)), 8)
-    with pytest.raises(PartitionError, match=r"from microbatch 7.*begins at 8"):
-        ownership.moved(Placement(((3, 1),)), 7)
-    with pytest.raises(PartitionError, match=r"5 layers.*4 layers"):
-        ownership.moved(Placement(((3, 2),)), 9)
-    with pytest.raises(PartitionError, match="keep the layers, and the stages"):
-        ownership.moved(Placement(((3, 1, 0),)), 9)
-    with pytest.raises(PartitionError, match="microbatch -1"):
-        ownership.placement(-1)
-
-
-@pytest.mark.parametrize("starts", [(), (1,), (0, 0), (0, 5, 3)])
-def test_a_history_begins_at_0_and_ascends(starts):
-    with pytest.raises(PartitionError, match="begin at 0 and ascend"):
-        Ownership(tuple((start, Placement(((1,),))) for start in starts))
 
 
 def test_layers_of_a_stage_that_are_not_contiguous():

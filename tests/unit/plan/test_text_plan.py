@@ -1,7 +1,10 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
@@ -106,6 +109,14 @@ def test_not_measured():
     assert "no layer is measured yet" in drawing
     assert "predicted" not in drawing
     assert drawing.count(" 50%") == 2
+
+
+def test_not_measured_and_predicted():
+    """All time that was measured is that of code between layers."""
+    plan = Plan(gpt(seconds=0.0), Placement(((7, 7),)), "1f1b", 8)
+    costs = Costs((0.0, 0.0), (0.0, 0.0), (0.0,), (0.0,))
+    predicted = replace(plan, prediction=Prediction((costs,), 0.1, 0.0, ((0.0, 0.0),)))
+    assert str(predicted) == str(plan)
 
 
 def test_many_microbatches_leave_out_the_middle():

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.execution.trees import address_of
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.saved.codec import codec_named
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, parse_row
@@ -266,7 +266,7 @@ class Stage:
         after_layer: Callable[[int, int], object] = lambda microbatch, layer: None,
     ) -> None:
         self.layers = nn.ModuleList(layers)
-        self.gates = [Gate(f"layer {n}", one, n, CurrentPass()) for n, one in enumerate(layers)]
+        self.gates = [NamedLayer(f"layer {n}", one, n) for n, one in enumerate(layers)]
         self.losses: dict[int, Tensor] = {}
         self._store = store
         self._ledger = ledger if ledger is not None else Ledger()
@@ -336,9 +336,7 @@ def saved_by(layers: Sequence[nn.Module], batch: Tensor) -> dict[Name, int]:
     observer = Observer()
     x = batch
     for number, layer in enumerate(layers):
-        x = LayerCall(
-            Gate("", layer, number, CurrentPass()), (x,), {}, SavedTable(), observer
-        ).run()
+        x = LayerCall(NamedLayer("", layer, number), (x,), {}, SavedTable(), observer).run()
     return {
         (0, layer, tensor.number): tensor.num_bytes
         for layer, tensors in observer.of_layers.items()

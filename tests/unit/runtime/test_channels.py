@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeshift.model.trace.placeholder import spec_of
 from lightning_pipeshift.runtime.comm.channels import Direction
+from lightning_pipeshift.runtime.comm.specs import spec_of
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 

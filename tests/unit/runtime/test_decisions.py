@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from lightning_pipeshift import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning.decisions import Decisions
 from lightning_pipeshift.runtime.planning.move_decision import Decision
-from lightning_pipeshift.runtime.step.votes import Votes
 from lightning_pipeshift.timeline import outcomes
 from lightning_pipeshift.timeline.outcomes import Change
 from tests.unit.timeline.test_timeline import PLAN
@@ -84,28 +80,3 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "decisions.json").write_text(f'{{"version": 2, "decisions": [{entry}]}}')
     with pytest.raises(PlanError, match="'kept', 'undone' or 'refused'"):
         outcomes.load(tmp_path)
-
-
-class World:
-    """Connections between two ranks, of which the other one objects to the plan."""
-
-    def post_sum(self, mine: Any) -> Any:
-        return SimpleNamespace(wait=lambda: mine + torch.tensor([0.0, 0.0, 1.0]))
-
-    def gather_objects(self, reason: str) -> list[str]:
-        return [reason, "layer 3 needs a later stage's value"]
-
-    def share_object(self, found: list[str], source: int) -> list[str]:
-        return found
-
-
-def test_a_rank_that_objects_to_a_plan_gives_its_reason_to_all() -> None:
-    done: list[Any] = []
-    changes = SimpleNamespace(objection=lambda: "", cancel=lambda: done.append("cancelled"))
-    votes = Votes(World(), changes, lambda: False, lambda: False, done.append)  # type: ignore[arg-type]
-    nothing: Any = None
-    votes.before_step(nothing, nothing)
-    votes.after_step(nothing, nothing, nothing)
-    assert done == ["cancelled", "layer 3 needs a later stage's value"]
-    assert not votes.are_for_end
-    assert not votes.are_for_requests

@@ -130,7 +130,6 @@ def test_shared_parameters_are_the_lowest_holders() -> None:
 
 def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
     net, holdings, stage = make(has_devices=has_devices)
-    shared = holdings.shared
     if has_devices:
 
         def refuse(*_: Any) -> Any:
@@ -141,14 +140,14 @@ def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
     if stage != 1:
         net.a.weight.grad = torch.ones(3, 3)  # being accumulated
     holdings.set_gradients_aside(keep=True)
-    # What each segment's backward would leave.
+    # What the backwards would leave.
     if stage == 0:
-        shared.sums["a.weight", (1,)] = torch.full((3, 3), 2.0)
-        shared.sums["scale", (0,)] = torch.full((3,), 0.1)
+        net.a.weight.grad = torch.full((3, 3), 2.0)
+        net.scale.grad = torch.full((3,), 0.1)
         net.a.bias.grad = torch.full((3,), 4.0)
     if stage == 2:
-        shared.sums["a.weight", (7,)] = torch.full((3, 3), 3.0)
-        shared.sums["scale", (8,)] = torch.full((3,), 0.2)
+        net.a.weight.grad = torch.full((3, 3), 3.0)
+        net.scale.grad = torch.full((3,), 0.2)
     holdings.collect_gradients(correction, None, joins=False)
     kept = None if net.a.weight.grad is None else float(net.a.weight.grad[0, 0])
     holdings.hand_gradients_over()

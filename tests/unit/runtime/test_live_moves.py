@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from lightning_pipeshift.runtime.ownership import live_migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.step.minibatches import Minibatches
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from tests.asynchronous_reference import _ends_of_groups, _newest
@@ -211,24 +210,22 @@ class OneStage:
 
     # --- the actions of a row ---
 
-    def run(self, row: Row, step: Any, later: Row) -> None:
-        """Carries out a row, in the place of ``Stage``."""
-        do: dict[Kind, Callable[[int], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_PAYLOAD: partial(self._send, "payload", self.stage + 1),
-            Kind.SEND_GRADIENT: partial(self._send, "gradient", self.stage - 1),
-        }
+    def run(self, row: Row, ahead: Row) -> None:
+        """Carries out a row."""
+        do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
+        migration = self.live.migration
         for place, action in enumerate(row):
-            for listener in step.listeners:
-                listener.begin_action(place, action)
-            if action.kind in do:
-                do[action.kind](action.microbatch)
-            for listener in reversed(step.listeners):
-                listener.end_action(action)
+            self.versions.begin_action(place, action)
+            if migration is not None:
+                migration.begin_action(place, action)
+            do[action.kind](action.microbatch)
+            if migration is not None:
+                migration.end_action(action)
+            self.versions.end_action(action)
 
     def _send(self, what: str, to: int, minibatch: int) -> None:
-        self._network.send(what, self.stage, to, minibatch)
+        if 0 <= to < self.case.num_stages:
+            self._network.send(what, self.stage, to, minibatch)
 
     def _receive(self, what: str, source: int, minibatch: int) -> None:
         if 0 <= source < self.case.num_stages:
@@ -243,6 +240,7 @@ class OneStage:
         for layer in self._own(minibatch):
             assert (minibatch, layer) not in self._seen.used
             self._seen.used[minibatch, layer] = self.weights[layer].item()
+        self._send("payload", self.stage + 1, minibatch)
 
     def _backward(self, minibatch: int) -> None:
         self._receive("gradient", self.stage + 1, minibatch)
@@ -250,6 +248,7 @@ class OneStage:
             weight = self.weights[layer]
             assert weight.item() == self._seen.used[minibatch, layer]
             weight.grad = torch.ones(()) + (0.0 if weight.grad is None else weight.grad)
+        self._send("gradient", self.stage - 1, minibatch)
 
     # --- batches ---
 
@@ -281,13 +280,7 @@ class OneStage:
                 self._make_up_for(update)
         self._placements[number] = self.placement
         self._seen.placements.setdefault(number, {})[self.stage] = self.placement
-        listeners = [self.versions, self.live.migration]
-        step: Any = SimpleNamespace(
-            first=number,
-            listeners=[one for one in listeners if one is not None],
-            microbatches=[SimpleNamespace(recomputes=False)],
-        )
-        given: Any = SimpleNamespace(step=step, ends_update=ends_update, tag=num_gradients)
+        given: Any = SimpleNamespace(number=number, ends_update=ends_update, tag=num_gradients)
         finished = self.minibatches.begin(given)
         if finished is not None:
             self._finish(finished)
@@ -302,7 +295,7 @@ class OneStage:
             self._network.settle("notices", self.stage, self.stage + 1, most)
         if plans:
             asked: Any = plans
-            self.live.request(CutOver(plan, 0) for plan in asked)
+            self.live.request(asked)
 
     def _finish(self, minibatch: Any) -> None:
         if self.stage + 1 < self.case.num_stages:

@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from torch import nn
 
-from lightning_pipeshift.errors import LayerError, PlanError
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.flow import Call, Flow, Value
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     Watch,
-    check_order,
     make_plan,
     stages_without_work,
 )
@@ -87,25 +83,3 @@ def test_a_stage_whose_layers_have_moved_is_no_mistake_of_the_partition() -> Non
     watched = stages_without_work(replace(settings, watch=Watch(0.05, 10)), *given, has_moved=True)
     assert watched is not None
     assert "It gets layers again if it becomes fast enough" in watched
-
-
-def test_values_do_not_travel_back() -> None:
-    none: frozenset[Value] = frozenset()
-    # `b` takes what `a` returned; `a` is called again, with what `b` has made of it.
-    calls = (
-        Call(0, 0, (), none),
-        Call(1, 0, (), frozenset([Value(0, 0, 0)])),
-        Call(0, 1, (), frozenset([Value(1, 0, 0)])),
-    )
-    again = Flow(calls, none, none, none)
-    gates = [Gate(name, nn.Linear(1, 1), at, CurrentPass()) for at, name in enumerate("abc")]
-    check_order(again, Placement(((2, 1),)), 0, gates)
-    # As two views of a batch are.
-    check_order(replace(again, calls=(*calls[:2], Call(0, 1, (), none))), ONE_EACH, 0, gates)
-    with pytest.raises(
-        LayerError, match=r"'a' \(stage 0\) is called with a value that 'b' \(stage 1\)"
-    ):
-        check_order(again, ONE_EACH, 0, gates)
-
-
-ONE_EACH = Placement(((1, 1, 1),))

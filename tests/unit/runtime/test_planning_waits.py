@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_pipeshift.commands.running import shown
 from lightning_pipeshift.model.execution import timing
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.cost.workload import Cut
@@ -80,17 +79,19 @@ class Clocks:
     def thread_time(self) -> float:
         return self.processor
 
+    def pass_by(self, took: float, ran: float) -> None:
+        """A layer that takes some time, in a part of which the process runs."""
+        self.clock += took
+        self.processor += ran
+
 
 def test_how_much_of_the_time_of_layers_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks, gate = Clocks(), Gate("layer", nn.Identity(), 0, CurrentPass())
+    clocks = Clocks()
     monkeypatch.setattr(timing, "time", clocks)
     profiler = Profiler(torch.device("cpu"), LinkMeter(frozenset()))
     timer = profiler.timer
     for took, ran in ((1.0, 1.0), (3.0, 1.0)):
-        timer.enter(gate, ())
-        clocks.clock += took
-        clocks.processor += ran
-        timer.leave(gate, (), ())
+        timer.timed(0, partial(clocks.pass_by, took, ran))()
         # What passes between two layers is not theirs: waits for data, for example.
         clocks.clock += 100.0
     assert profiler.figures((), [], ()).ran == 0.5

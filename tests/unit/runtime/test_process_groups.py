@@ -24,7 +24,8 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
-from lightning_pipeshift.runtime.step import pipeline, stage
+from lightning_pipeshift.runtime.step import pipeline
+from lightning_pipeshift.step import engine
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
@@ -264,7 +265,7 @@ def one_rank_fails(where: str) -> str:
 
     # Those of the run, so that one of them can fail.
     vars(pipeline)["Threads"] = noted
-    destroy, forward = dist.destroy_process_group, stage.Stage.forward
+    destroy, advance = dist.destroy_process_group, engine.SuspendableMicrobatch.advance
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
@@ -275,7 +276,7 @@ def one_rank_fails(where: str) -> str:
     def fail() -> None:
         raise ValueError("the user's own")
 
-    def forward_until_it_waits(run: Any, held: Any) -> None:
+    def advance_until_it_waits(microbatch: Any) -> None:
         nonlocal count
         count += 1
         if is_last and count == 2 * MICROBATCHES + 1:
@@ -285,10 +286,10 @@ def one_rank_fails(where: str) -> str:
         if count == 2 * MICROBATCHES + 2 - is_last:
             # As `loss.cpu()` behind a receive whose sender is gone.
             kernels.synchronize()
-        forward(run, held)
+        advance(microbatch)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    vars(stage)["Stage"].forward = forward_until_it_waits
+    vars(engine)["SuspendableMicrobatch"].advance = advance_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
         fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()

@@ -24,12 +24,11 @@ from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.plan.schedule.actions import Row
 from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
@@ -87,10 +86,7 @@ def time_a_layer() -> tuple[float | None, float | None]:
     """The seconds of a layer's forward and backward, where each operation takes a millisecond."""
     timer = Timer(GPU)
     weight = torch.ones(3, device=GPU, requires_grad=True)
-    gate = Gate("layer", nn.Identity(), 0, CurrentPass())
-    timer.enter(gate, ())
-    output = weight * 2 * 3
-    timer.leave(gate, (), [output])
+    output = timer.timed(0, lambda x: x * 2 * 3)(weight)
     begin = timer.now()
     output.sum().backward()
     timer.end_backward(begin)
@@ -623,13 +619,12 @@ def train(net: Moving, optimizer: torch.optim.Optimizer, device: torch.device) -
     return output
 
 
-def move_a_layer(forgets: bool, num_microbatches: int = 1) -> Any:
+def move_a_layer(forgets: bool) -> Any:
     """One of two stages. The second one gets the first layer, and gives it back: returns what the
     layer and its optimizer state are in the end, or the races.
 
     Args:
         forgets: whether moves do not wait for the compute.
-        num_microbatches: of each step; the last one is the first one of the new owner.
     """
     by_host, board = connect()
     ranks = by_host.ranks
@@ -640,12 +635,12 @@ def move_a_layer(forgets: bool, num_microbatches: int = 1) -> Any:
             forget(patch, migration, "_mark", "wait")
         try:
             with SimulatedDevice():
-                return _moved(channels, num_microbatches)
+                return _moved(channels)
         except DataRaceError as error:
             return str(error)
 
 
-def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
+def _moved(channels: Channels) -> dict[str, Tensor]:
     net = Moving().to(GPU)
     layers = [net.first, net.second]
     optimizer = torch.optim.Adam(net.parameters())
@@ -655,21 +650,13 @@ def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
     holdings.settle([optimizer], final=True, deferred=DeferredInit())
     errors: list[BaseException] = []
     threads = Threads("moves", errors.append)
-    gate = Gate("first", net.first, 0, CurrentPass())
     for owner in (1, 0):
         move = Migration(holdings, [owner, 1], [optimizer], threads, DeferredInit())
         move.start()
-        move.begin(keeps_gradients=False, first=num_microbatches - 1)
-        for microbatch in range(num_microbatches):
-            is_new = microbatch == num_microbatches - 1
-            runs = channels.stage == (owner if is_new else 1 - owner)
-            if runs:
-                move.enter(gate, ())
-                output = net.first(torch.ones(3, 4, device=GPU) + microbatch)
-            move.end_action(Action(Kind.FORWARD, microbatch))
-            if runs:
-                output.square().sum().backward()
-            move.end_action(Action(Kind.BACKWARD, microbatch))
+        move.begin(keeps_gradients=False)
+        if channels.stage == owner:
+            move.await_layer(0)
+            net.first(torch.ones(3, 4, device=GPU)).square().sum().backward()
         move.finish()
         channels.gather_int(0)
     threads.close()
@@ -687,17 +674,15 @@ def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in net.first.state_dict().items()} | state
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_layer_moves_beside_the_compute(num_microbatches: int) -> None:
-    found, _ = run_ranks(move_a_layer, 2, False, num_microbatches)
+def test_a_layer_moves_beside_the_compute() -> None:
+    found, _ = run_ranks(move_a_layer, 2, False)
     assert not isinstance(found, str), found
     net = Moving()
     optimizer = torch.optim.Adam(net.parameters())
     train(net, optimizer, CPU)
     for _ in range(2):
         optimizer.zero_grad()
-        for microbatch in range(num_microbatches):
-            net.first(torch.ones(3, 4) + microbatch).square().sum().backward()
+        net.first(torch.ones(3, 4)).square().sum().backward()
     for name, value in net.first.state_dict().items():
         assert torch.equal(found.pop(name), value), name
     for name, parameter in net.first.named_parameters():
@@ -708,9 +693,8 @@ def test_a_layer_moves_beside_the_compute(num_microbatches: int) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_a_move_waits_for_the_compute_of_both_stages(num_microbatches: int) -> None:
+def test_a_move_waits_for_the_compute_of_both_stages() -> None:
     """What is sent has been computed, and the memory for what arrives is no longer in use."""
-    for races in run_ranks(move_a_layer, 2, True, num_microbatches):
+    for races in run_ranks(move_a_layer, 2, True):
         assert "nothing orders" in str(races)
         assert "'moves'" in races

@@ -167,7 +167,7 @@ def training(how: Any, folder: str) -> None:
 
     def say(text: str) -> None:
         original(text)
-        (Path(folder) / "said").touch()
+        (Path(folder) / "said").write_text(text)
 
     vars(failure)["print_at_once"] = say
     try:
@@ -177,13 +177,16 @@ def training(how: Any, folder: str) -> None:
 
 
 def test_the_first_rank_says_who_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPESHIFT_STACKS", "1")
     strategy = {"partition": [2, 2], "stall_timeout": 1.0}
     run_ranks(on_rank, 2, training, strategy, (str(tmp_path),), {})
     stacks = (tmp_path / "lightning_logs" / "pipeshift" / "stacks-rank-1.txt").read_text()
     assert "in wait" in stacks
+    said = (tmp_path / "said").read_text()
+    assert "Stage 1 (rank 1 on " in said
+    assert "is waited for; it is at the forward of microbatch" in said
 
 
 def test_a_signal_prints_the_stacks_unless_the_user_handles_it() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.errors import BudgetError, LayerError
-from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.offload import copying
 from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
 from lightning_pipeshift.runtime.offload.optimizer_state import OptimizerStates
@@ -62,10 +62,8 @@ class Model:
         )
         self.own = {n: list(one.parameters()) for n, one in enumerate(self.layers)}
         self.window = window
-        self.gates = [Gate(f"{n}", one, n, CurrentPass()) for n, one in enumerate(self.layers)]
+        self.gates = [NamedLayer(f"{n}", one, n) for n, one in enumerate(self.layers)]
         if moved:
-            for gate in self.gates:
-                gate.install()
             self.states.take_steps_of(self.optimizer)
             self.follow(moved)
         self.inputs = torch.Generator().manual_seed(2)

@@ -187,14 +187,16 @@ def on_stages(program: Program, schedules: Iterable[tuple[str, bool]], order: in
         core, module, found = cores[stage], modules[stage], all_found[stage]
         # Where microbatches depend on each other, the first step is only watched.
         tails = Tails(core, no_one, int(program.keeps_state))
+        num_ahead = 1 + program.seed % 3
         for step in steps:
+            stages.begin(stage, num_ahead)
             schedule, overlaps = schedules[step]
             batches = all_batches[stage][step]
             engine = Engine(core, tails if overlaps else None)
             row = schedule_named(schedule)(program.num_stages, len(batches))[stage]
             if program.by_hand:
                 row = tuple(action for action in row if action.kind is Kind.FORWARD)
-            losses = engine.run(step, batches, module.step, row)
+            losses = engine.run(step, batches, module.step, row, num_ahead=num_ahead)
             end_step(found, module, [here(loss, stage) for loss in losses], core.held())
             found.num_suspended += engine.num_suspended
 

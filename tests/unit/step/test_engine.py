@@ -25,6 +25,7 @@ def core_with(mailbox: Any) -> Any:
         device=CPU,
         digest=0,
         last=("", ""),
+        step_number=0,
         seed=0,
         switched={},
         generators=generators_of(CPU),

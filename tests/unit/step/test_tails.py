@@ -247,28 +247,6 @@ class SetsLate(Base):
         return loss
 
 
-class Looked(dict[str, int]):
-    """Counts how often its contents are looked at."""
-
-    num_looks = 0
-
-    def items(self) -> Any:
-        """As of a dictionary."""
-        self.num_looks += 1
-        return super().items()
-
-
-GLOBAL = Looked(a=1)
-
-
-class ReadsNothing(Base):
-    """Uses a global variable, and reads no value."""
-
-    def step(self, x: Tensor, number: int) -> Any:
-        self.noted.append(GLOBAL.num_looks)
-        return self.net(x * GLOBAL["a"])
-
-
 def batches() -> list[list[Tensor]]:
     """Of all steps."""
     generator = torch.Generator().manual_seed(1)
@@ -354,11 +332,3 @@ def test_what_no_step_has_done_before_is_an_error(kind: type[Base]) -> None:
             for name, parameter in expected.named_parameters():
                 assert torch.equal(parameters[name], parameter), name
     assert any("No step has done so" in each for each in said)
-
-
-def test_what_is_global_is_not_looked_at_in_steps_that_read_nothing() -> None:
-    modules, _, _ = on_stages(ReadsNothing, 0)
-
-    # The first run is watched: nothing is known of it.
-    late = modules[0].noted[STEPS // 2 * MICROBATCHES :]
-    assert 0 < late[0] == late[-1]

@@ -72,6 +72,8 @@ class Stages:
         self._under_way: dict[tuple[int, int], deque[list[Tensor]]] = {}
         self._may_run = [threading.Semaphore(0) for _ in range(num_stages)]
         self._waits: dict[int, tuple[Sequence[Key], Place]] = {}
+        self._num_begun = [0] * num_stages
+        self._ahead: dict[int, int] = {}
         self._is_over = [False] * num_stages
         self._all_over = threading.Semaphore(0)
         self.mailboxes = [InMemoryMailbox(self, num_stages, stage) for stage in range(num_stages)]
@@ -136,6 +138,17 @@ class Stages:
         self._give_way(stage)
         self._waits.pop(stage, None)
 
+    def begin(self, stage: int, num_ahead: int) -> None:
+        """Waits, before a run, until this stage is at most so many runs ahead of the others."""
+        self._num_begun[stage] += 1
+        self._ahead[stage] = self._num_begun[stage] - num_ahead
+        if not self._may_begin(stage):
+            self._give_way(stage)
+        del self._ahead[stage]
+
+    def _may_begin(self, stage: int) -> bool:
+        return stage not in self._ahead or min(self._num_begun) >= self._ahead[stage]
+
     def sent(self, stage: int) -> None:
         """Lets others run, now and then."""
         if self._random.random() < self._yields:
@@ -162,6 +175,7 @@ class Stages:
                     for at, is_over in enumerate(self._is_over)
                     if not is_over
                     and (at not in self._waits or self._has_any(at, self._waits[at][0]))
+                    and self._may_begin(at)
                 ]
                 events += [way for way, queue in self._under_way.items() if queue]
             if not events:
@@ -228,15 +242,18 @@ class InMemoryMailbox(Mailbox):
     def _receive_all(self, source: int) -> None:
         """No thread receives: messages are delivered."""
 
-    def send(self, to: int, key: Key, place: Place, content: Tensor | bytes | None) -> None:
+    def _send_packed(self, to: int, key: Key, place: Place, content: Any) -> None:
         self._num_asks, self._begins = 0, True
-        super().send(to, key, place, content)
+        super()._send_packed(to, key, place, content)
         if not self._is_delivering:
             self._stages.sent(self.stage)
 
     def _post(self, data: Tensor, to: int, tag: int) -> None:
         self._stages.post(self.stage, to, data, self._begins)
         self._begins = False
+
+    def _send_behind(self, to: int, fetch: Any) -> None:
+        self._post(fetch.wait(), to, 0)
 
     def flush(self, all_but: int = 0) -> None:
         self._stages.flush(self.stage)

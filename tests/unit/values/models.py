@@ -455,6 +455,41 @@ class Pruned(Model):
         prune.l1_unstructured(self.head, "weight", 0.5)
 
 
+class AssignsData(Model):
+    """`x.data = y` between tensors of two stages, of one, and such as every stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.slow.requires_grad_(False)
+        self.other.requires_grad_(False)
+        self.average = torch.zeros(WIDTH)
+
+    def layers(self) -> list[nn.Module]:
+        """The encoder is first, and what follows it is last."""
+        return [self.fast, *super().layers(), self.slow, self.other]
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        for slow, fast in zip(self.slow.parameters(), self.fast.parameters(), strict=True):
+            before = slow.data
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+            self.noted.append(round((slow - before).sum().item(), 5))
+            # Both names are of one memory.
+            both = slow.detach() * 1.0
+            slow.data = both
+            both.mul_(0.99)
+        self.average.data = self.average.data * 0.5 + self.fast.bias.data
+        self.other.bias.data = torch.full((WIDTH,), 0.1 * number)
+        kept = self.other.weight.data
+        self.other.weight.data = kept * 0.0
+        x = self.blocks[0](self.fast(self.embedding(words)))
+        target = self.slow(x).detach() + self.other(x).detach()
+        self.other.weight.data = kept
+        distance = functional.mse_loss(self.blocks[1](x), target) + self.average.sum()
+        return self.loss(self.blocks[3](self.blocks[2](x)), targets) + distance
+
+
 MODELS: dict[str, type[Model]] = {
     each.__name__: each
     for each in (
@@ -480,6 +515,7 @@ MODELS: dict[str, type[Model]] = {
         SeveralLosses,
         Masks,
         Pruned,
+        AssignsData,
     )
 }
 
@@ -691,9 +727,44 @@ def derivative(model: Model, rank: int, words: Tensor) -> Tensor:
     return torch.autograd.grad(x.sum(), [x])[0].sum()
 
 
-def other_memory(model: Model, rank: int, words: Tensor) -> Tensor:
+def other_shape(model: Model, rank: int, words: Tensor) -> Tensor:
     weight = model.embedding.weight
-    weight.data = weight.data * 2
+    weight.data = weight.data[:5]
+    return model.hidden(words).sum()
+
+
+def written_after(model: Model, rank: int, words: Tensor) -> Tensor:
+    assert model.head is not None
+    new = model.embedding.weight.data * 2
+    model.head.weight.data = new
+    new.mul_(2)
+    return model.head(model.hidden(words)).sum()
+
+
+def written_after_its_last_use(model: Model, rank: int, words: Tensor) -> Tensor:
+    assert model.head is not None
+    new = model.embedding.weight.data * 2
+    model.head.weight.data = new
+    x = model.head(model.hidden(words)).sum()
+    new.mul_(2)
+    return x
+
+
+def shared_with_others(model: Model, rank: int, words: Tensor) -> Tensor:
+    first, second = torch.zeros(2, WIDTH)
+    model.blocks[0].norm.weight.data = first  # type: ignore[union-attr]
+    second.add_(1)
+    return model.hidden(words).sum()
+
+
+def kept_behind(model: Model, rank: int, words: Tensor) -> Tensor:
+    model.noted.append(model.embedding.weight.data * 2)
+    model.embedding.weight.data = model.noted[-1]
+    return model.hidden(words).sum()
+
+
+def shared_by_two(model: Model, rank: int, words: Tensor) -> Tensor:
+    model.blocks[0].norm.weight.data = model.blocks[3].norm.weight.data  # type: ignore[union-attr]
     return model.hidden(words).sum()
 
 

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torch_private import (
     Loss,
+    forward_hooks_of,
     has_backward_hooks,
     is_compiled_module,
     parameters_of,
@@ -32,6 +33,10 @@ _STAGES_DIFFER = 4
 # may be split into more layers for more stages, and still draws the same numbers.
 MOST_OPENED = 8
 
+# On values, where a layer has one random stream: small models become as many layers as this, on any
+# number of stages.
+FEWEST_LAYERS = 4
+
 
 def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     """The layers of ``root`` by qualified name, in the order of the module tree.
@@ -42,6 +47,8 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
         root: the LightningModule; it is always opened.
         at_least: while there are fewer layers than this, the largest is opened (a wrapper around
             the whole network, say), as long as it has parts with parameters; up to eight layers.
+            So are those with hooks on modules inside of them: such a hook may change what a layer
+            returns, and nothing inside of one.
 
     Raises:
         LayerError: ``configure_layers`` did not return a list of separate modules of ``root``.
@@ -50,9 +57,13 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     if callable(configure):
         return _named_by_user(root, configure())
     layers = _with_state(_open(root, "", _Blocks(root)))
-    while 0 < len(layers) < min(at_least, MOST_OPENED):
+    while 0 < len(layers) < MOST_OPENED:
         largest = max(
-            (name for name in layers if _may_be_opened(layers[name])),
+            (
+                name
+                for name, layer in layers.items()
+                if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
+            ),
             key=lambda name: _num_parameters(layers[name]),
             default=None,
         )
@@ -85,7 +96,7 @@ def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 def compiled_around(root: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
     """The names of compiled modules that contain layers. They run as they were written: the code
-    between layers has to be followed, and a compiler does not stop at gates.
+    between layers runs on values, which no compiler knows.
     """
     gated = set(map(id, layers))
     return [
@@ -95,18 +106,6 @@ def compiled_around(root: nn.Module, layers: Iterable[nn.Module]) -> list[str]:
         and any(id(part) in gated for part in module.modules() if part is not module)
         and module is not root
     ]
-
-
-def find_scopes(root: nn.Module) -> list[nn.Module]:
-    """The modules with their own random streams: the layers, and in a model with few layers their
-    parts. They do not depend on the number of stages.
-    """
-    scopes = {
-        id(module): module
-        for at_least in range(1, MOST_OPENED + 1)
-        for module in find_layers(root, at_least).values()
-    }
-    return list(scopes.values())
 
 
 def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -137,6 +136,10 @@ def _may_be_opened(module: nn.Module) -> bool:
     """
     has_own = any(p is not None for p in parameters_of(module).values())
     return bool(_parts(module)) and not has_own and not has_backward_hooks(module)
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return any(part is not module and forward_hooks_of(part) for part in module.modules())
 
 
 class _Blocks:

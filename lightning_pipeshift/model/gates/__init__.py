@@ -1,1 +1,0 @@
-"""Layers, and the gate that handles the calls of each."""

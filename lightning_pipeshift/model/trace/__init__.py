@@ -1,1 +1,0 @@
-"""Traces the user's step once, and records the flow of its tensors."""

@@ -1,0 +1,429 @@
+"""State that steps use, and that is in no attribute of their module: globals of user code,
+variables of enclosing functions, attributes of classes, of callbacks, of the data module and of the
+Trainer, and what a process has one of, as the default type of tensors.
+
+Nothing tells when it is used. So its names count: of what may run in front of a read, and of what
+may run behind it. What has a name in both is compared whenever a part of a step ends. Code that
+runs later, or has run, is what the frames of Python show: each with the functions and methods whose
+names it has, and those that these have.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.values.value import Value, version_in
+
+# What is beyond that in an object is not compared.
+_MOST_CONTENTS = 10_000
+LIBRARIES = frozenset(
+    {"lightning", "lightning_fabric", "lightning_pipeshift", "logging", "pytorch_lightning"}
+    | {"torch"}
+)
+_INSTALLED = tuple({os.path.dirname(os.__file__), *(x for x in sys.path if "-packages" in x)})
+_CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__setitem__"}) | {
+    f"__{name}__" for name in ("iter", "next", "len", "bool", "enter", "exit", "contains", "iadd")
+}
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
+_ABSENT = object()
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "`os.environ`": lambda: dict(os.environ),
+    "torch's default type": torch.get_default_dtype,
+    "whether torch is deterministic": torch.are_deterministic_algorithms_enabled,
+    "torch's precision of products": torch.get_float32_matmul_precision,
+    "torch's number of threads": torch.get_num_threads,
+    "torch's anomaly mode": torch.is_anomaly_enabled,
+    "NumPy's treatment of errors": np.geterr,
+}
+# What a step sets of the Trainer that holds behind the batch only.
+_OF_THE_END = frozenset(["should_stop"])
+_PLAIN = (int, float, str, bytes, complex, type(None))
+Names = frozenset[str]
+
+
+class OutsideState:
+    """Tells what has changed of the state outside of a module that steps use on both sides of a
+    read.
+
+    Args:
+        classes: of the modules whose code runs on every stage.
+        in_layers: classes of which nothing counts: another rule holds inside of layers.
+        objects: others with attributes, by their descriptions.
+        is_fixed: whether an object needs no comparison.
+    """
+
+    def __init__(
+        self,
+        classes: Iterable[type],
+        in_layers: Iterable[type],
+        objects: Mapping[str, Any],
+        is_fixed: Callable[[Any], bool],
+    ) -> None:
+        self._objects, self._is_fixed = objects, is_fixed
+        self._classes = {
+            cls: None
+            for each in (*classes, *map(type, objects.values()))
+            for cls in each.__mro__
+            if is_user_code(cls.__module__)
+        }
+        self._in_layers = set(in_layers).difference(self._classes)
+        self._seen: set[Any] = set()
+        self._names: Names = frozenset()
+        self._found: dict[str, _Content] = {}
+        self._settings = _settings()
+        self.unseen = ""
+        """What steps use on both sides of a read, and cannot be compared."""
+
+    def note_read(self) -> None:
+        """Called in a read: finds what may be used on both sides of it."""
+        stack, modules = tuple(_stack()), set(_modules_of_stack())
+        if stack in self._seen:
+            return
+        self._seen.add(stack)
+        spaces = self._spaces(modules)
+        by_name = _by_name(spaces.values())
+        called = (x for cls in self._classes for name, x in vars(cls).items() if name in _CALLED)
+        any_time = [names_of(function.__code__) for x in called for function in _functions_in(x)]
+        sides: list[set[str]] = []
+        for is_later in (False, True):
+            codes = [_names_from(code, offset, is_later) for code, offset in stack]
+            sides.append(_with_called(set().union(*codes, *any_time), by_name))
+        new = sides[0].intersection(sides[1]).difference(self._names, _OF_THE_END)
+        self._names |= new
+        if not new:
+            return
+        for what, find in _named(new, spaces, [code for code, _ in stack]):
+            if what in self._found:
+                continue
+            content = self._found[what] = _Content(find, self._is_fixed)
+            if content.is_unseen:
+                self.unseen = self.unseen or what
+
+    def changed(self) -> str:
+        """What has changed since the last call; "" for nothing."""
+        found, settings = "", _settings()
+        if settings != self._settings:
+            found = next(x for x, was in self._settings.items() if settings[x] != was)
+            self._settings = settings
+        for what, content in self._found.items():
+            if content.has_changed():
+                found = found or what
+                self._found[what] = content = _Content(content.find, self._is_fixed)
+                if content.is_unseen:
+                    self.unseen = self.unseen or what
+        return found
+
+    def _is_used(self, x: Any) -> bool:
+        """Whether something in a module is a class whose objects the steps may use."""
+        is_class = isinstance(x, type) and is_user_code(x.__module__) and x not in self._in_layers
+        # No other model than this one is trained. Of what it can be, all have these methods.
+        return is_class and not any(hasattr(x, name) for name in ("training_step", "on_fit_start"))
+
+    def _spaces(self, modules: Iterable[str]) -> dict[str, Mapping[str, Any]]:
+        """Where names of user code are looked up.
+
+        Args:
+            modules: those of Python whose code runs.
+        """
+        classes = dict(self._classes)
+        spaces: dict[str, Mapping[str, Any]] = {}
+        begins = {*modules, *(cls.__module__ for cls in (*classes, *self._in_layers))}
+        for name in sorted(_reached(begins)):
+            space = vars(sys.modules[name])
+            spaces[f"of `{name}`"] = space
+            classes.update((x, None) for x in list(space.values()) if self._is_used(x))
+        for cls in classes:
+            spaces[f"of the class `{cls.__module__}.{cls.__qualname__}`"] = vars(cls)
+        for what, x in self._objects.items():
+            spaces[f"of {what}"] = getattr(x, "__dict__", {})
+        return spaces
+
+
+class _Content:
+    """What an object held, or what is in it.
+
+    Args:
+        find: returns the object.
+        is_fixed: as of :class:`OutsideState`.
+    """
+
+    def __init__(self, find: Callable[[], Any], is_fixed: Callable[[Any], bool]) -> None:
+        self.find = find
+        self.is_unseen = False
+        """Whether there is more in it than is compared."""
+        # Objects and what was in them. As these are kept, none can be another one's place later.
+        self._held: list[tuple[Any, Any]] = []
+        self._root = find()
+        seen: set[int] = set()
+        todo, count = [self._root], 0
+        while todo:
+            x = todo.pop()
+            if isinstance(x, _PLAIN) or id(x) in seen or is_fixed(x):
+                continue
+            seen.add(id(x))
+            inside = _inside(x)
+            if inside is None:
+                self.is_unseen = True
+                continue
+            self._held.append((x, inside))
+            if isinstance(inside, tuple):
+                count += len(inside)
+                todo += inside
+            if count > _MOST_CONTENTS:
+                self.is_unseen = True
+                break
+
+    def has_changed(self) -> bool:
+        """Whether the object is another one, or anything in it."""
+        return not (
+            _is_same(self.find(), self._root)
+            and all(_is_same(_inside(x), inside) for x, inside in self._held)
+        )
+
+
+def _inside(x: Any) -> Any:
+    """What is in an object: its parts, or a number or bytes that differ when it has changed;
+    ``None`` if that cannot be seen.
+    """
+    if isinstance(x, Tensor):
+        return x.account.memory.num_writes if isinstance(x, Value) else version_in(x)
+    if isinstance(x, np.ndarray):
+        return None if x.dtype.hasobject else x.tobytes()
+    if isinstance(x, types.FunctionType):
+        cells = (cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType())
+        return (*cells, *(x.__defaults__ or ()), *vars(x).values())
+    if isinstance(x, types.MethodType | types.BuiltinMethodType):
+        return (x.__self__,)
+    cls: Any = type(x)
+    slots = [name for each in cls.__mro__ for name in _slots_of(each)]
+    parts = tuple(getattr(x, name, _ABSENT) for name in slots)
+    space = getattr(x, "__dict__", None)
+    if isinstance(space, dict):
+        parts += (*space, *space.values())
+    if isinstance(x, dict):
+        return (*parts, *dict.keys(x), *dict.values(x))
+    if isinstance(x, list | tuple | deque | set | frozenset):
+        return (*parts, *x)
+    return parts if x is _ABSENT or (_is_of_python(cls) and (slots or space)) else None
+
+
+@cache
+def _is_of_python(cls: Any) -> bool:
+    """Whether objects of a class have no state outside of their attributes."""
+    is_heap_type, reduce = 1 << 9, object.__reduce__
+    return cls.__reduce__ is reduce and all(
+        each.__flags__ & is_heap_type for each in cls.__mro__ if each is not object
+    )
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    if not is_user_code(cls.__module__):
+        return ()
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if type(now) is tuple and type(before) is tuple:
+        if len(now) != len(before):
+            return False
+        return all(map(is_, now, before)) or all(map(_is_same_part, now, before))
+    return _is_same_part(now, before)
+
+
+def _is_same_part(now: Any, before: Any) -> bool:
+    return now is before or (
+        type(now) is type(before) and isinstance(now, _PLAIN) and now == before
+    )
+
+
+def _settings() -> dict[str, Any]:
+    return {what: find() for what, find in _SETTINGS.items()}
+
+
+# --- names ---
+
+
+@cache
+def is_user_code(module: str) -> bool:
+    """Whether a module of Python, by its name, is user code: neither installed nor ours."""
+    if module.partition(".")[0] in LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not isinstance(file, str):
+        # Of a notebook, say.
+        return module == "__main__"
+    return not file.startswith(_INSTALLED)
+
+
+def _stack() -> Iterator[tuple[types.CodeType, int]]:
+    """The user code that runs now: its code, and at which instruction."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if is_user_code(frame.f_globals.get("__name__", "")):
+            yield frame.f_code, frame.f_lasti
+        frame = frame.f_back
+
+
+def _modules_of_stack() -> Iterator[str]:
+    """The modules of Python whose code runs now."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def _reached(begins: Iterable[str]) -> set[str]:
+    """The modules of user code that code of others can get to: by what these have, and by imports
+    inside of functions. So what else the process has loaded does not count.
+    """
+    by_last: dict[str, list[str]] = {}
+    for name in list(sys.modules):
+        if is_user_code(name):
+            by_last.setdefault(name.rpartition(".")[2], []).append(name)
+    found: set[str] = set()
+    todo = list(begins)
+    while todo:
+        name = todo.pop()
+        module = sys.modules.get(name)
+        if name in found or not isinstance(module, types.ModuleType) or not is_user_code(name):
+            continue
+        found.add(name)
+        for x in list(vars(module).values()):
+            if isinstance(x, types.ModuleType):
+                todo.append(x.__name__)
+                continue
+            is_named = isinstance(x, type | types.FunctionType)
+            todo.append((x if is_named else type(x)).__module__)
+            parts = list(vars(x).values()) if isinstance(x, type) else [x]
+            for function in (each for part in parts for each in _functions_in(part)):
+                for each in _imports_of(function.__code__):
+                    # An import may be relative: then the name is only the end of the module's.
+                    package = [name.rpartition(".")[0]]
+                    todo += by_last.get(each.rpartition(".")[2], ()) if each else package
+    return found
+
+
+def _by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What each name stands for."""
+    found: dict[str, list[Any]] = {}
+    for space in spaces:
+        for name, x in list(space.items()):
+            found.setdefault(name, []).append(x)
+    return found
+
+
+def _functions_in(x: Any) -> Iterator[types.FunctionType]:
+    """The functions of user code that something in a class or a module stands for."""
+    if isinstance(x, type):
+        x = vars(x).get("__init__") if is_user_code(x.__module__) else None
+    if isinstance(x, types.FunctionType) and is_user_code(x.__module__):
+        yield x
+    for name in ("fget", "fset", "__func__", "__wrapped__", "func"):
+        inner = vars(x).get(name) if isinstance(x, types.FunctionType) else getattr(x, name, None)
+        if isinstance(inner, types.FunctionType):
+            yield from _functions_in(inner)
+
+
+def _with_called(names: set[str], by_name: Mapping[str, list[Any]]) -> set[str]:
+    """Names, with those in all functions and methods of these names."""
+    found, todo = set(names), list(names)
+    while todo:
+        for x in by_name.get(todo.pop(), ()):
+            for function in _functions_in(x):
+                new = names_of(function.__code__) - found
+                found |= new
+                todo += new
+    return found
+
+
+def _named(
+    names: set[str], spaces: Mapping[str, Mapping[str, Any]], codes: Iterable[types.CodeType]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The state of these names: descriptions, and what returns it."""
+    running = set(codes)
+    for where, space in spaces.items():
+        for name, x in list(space.items()):
+            for function in _functions_in(x):
+                code, cells = function.__code__, function.__closure__ or ()
+                if name in names or code in running:
+                    for variable, cell in zip(code.co_freevars, cells, strict=True):
+                        if variable in names:
+                            what = f"`{variable}` of a function around `{code.co_name}`"
+                            yield what, partial(_in_cell, cell)
+            is_code = isinstance(x, type | types.ModuleType) or hasattr(type(x), "__get__")
+            if name in names and not is_code:
+                yield f"`{name}` {where}", partial(space.get, name, _ABSENT)
+
+
+def _in_cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+@cache
+def _imports_of(code: types.CodeType) -> Names:
+    """The modules that code imports when it runs; "" for its own package."""
+    found = {x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found |= _imports_of(each)
+    return frozenset(found)
+
+
+@cache
+def names_of(code: types.CodeType) -> Names:
+    """The names in code: of globals, attributes, variables of enclosing functions, and texts that
+    may be names.
+    """
+    found = {*code.co_names, *code.co_freevars}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found |= names_of(each)
+        elif isinstance(each, str) and each.isidentifier():
+            found.add(each)
+    return frozenset(found)
+
+
+@cache
+def _names_from(code: types.CodeType, offset: int, is_later: bool) -> Names:
+    """:func:`names_of` the instructions behind the begin of a statement, or up to its end."""
+    instructions = list(dis.get_instructions(code))
+    later = instructions_from(code, offset)
+    if len(later) == len(instructions):
+        return names_of(code)
+    chosen = later if is_later else [x for x in instructions if x.offset <= offset]
+    found: set[str] = set()
+    for one in chosen:
+        if isinstance(one.argval, str) and one.argval.isidentifier():
+            found.add(one.argval)
+        elif isinstance(one.argval, types.CodeType):
+            found |= names_of(one.argval)
+    return frozenset(found)
+
+
+@cache
+def instructions_from(code: types.CodeType, offset: int) -> list[dis.Instruction]:
+    """The instructions from the begin of a statement on, given the offset of one in it: what it
+    calls at its end is got first. All of them if they lead back.
+    """
+    instructions = list(dis.get_instructions(code))
+    ends = ("STORE_", "POP_", "RESUME")
+    begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
+    later = [x for x in instructions if x.offset > max(begins, default=-1)]
+    leads_back = any(x.opcode in _JUMPS and x.argval < x.offset for x in later)
+    return instructions if leads_back else later
