@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeshift.runtime.comm import channels
-from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox, _Form, _Packed
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 
 
 def count_bytes() -> Counter[str]:
-    """Counts from here on what this process sends of payloads, their gradients and those of shared
-    parameters, through memory and by gloo, and the buffers that others have to open.
+    """Counts from here on what this process sends of values and their gradients, through memory and
+    by gloo, and the buffers that others have to open.
     """
     sent: Counter[str] = Counter()
-    post, write, send = Lane._post_send, MemoryEnd.write, Mailbox._send_packed
-
-    def posted(self: Lane, flat: Tensor, to: int, line: Any, tag: int) -> Any:
-        if tag < channels._HEADER_TAG:
-            sent["gloo"] += flat.nbytes
-        return post(self, flat, to, line, tag)
+    write, send = MemoryEnd.write, Mailbox._send_packed
 
     def written(self: MemoryEnd, tensors: Sequence[Tensor]) -> Written:
         sent["memory"] += sum(tensor.nbytes for tensor in tensors)
@@ -35,11 +27,11 @@ def count_bytes() -> Counter[str]:
         sent["buffers"] -= len(message.opening.gone)
         return message
 
-    def sent_on_values(self: Mailbox, to: int, key: Key, place: Place, content: _Packed) -> None:
+    def sent_packed(self: Mailbox, to: int, key: Key, place: Place, content: _Packed) -> None:
         if key.kind in (Kind.VALUE, Kind.GRADIENT) and content.form is not _Form.IN_BUFFER:
             sent["gloo"] += content.num_bytes
         send(self, to, key, place, content)
 
-    Lane._post_send, MemoryEnd.write = posted, written  # type: ignore[method-assign]
-    Mailbox._send_packed = sent_on_values  # type: ignore[method-assign]
+    MemoryEnd.write = written  # type: ignore[method-assign]
+    Mailbox._send_packed = sent_packed  # type: ignore[method-assign]
     return sent

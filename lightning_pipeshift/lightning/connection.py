@@ -30,7 +30,7 @@ from lightning_pipeshift.runtime.comm.backends import (
     payload_address,
     payload_backend,
 )
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
@@ -213,7 +213,7 @@ class Connection:
                 self._replicas = None
             # All ranks have the board: sockets opened from now on are shut down after a failure.
             self._arrange(topology, place, board, job)
-        self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
+        self._sockets |= open_sockets() - before - board.sockets
         board.interrupt = self._interrupt
         # Called in a thread when a rank is gone: ends operations that need all ranks.
         board.give_up = lambda: shut_down(self._checkpoint_sockets)
@@ -241,7 +241,7 @@ class Connection:
         before = open_sockets()
         with board.watched():
             self._arrange(topology, place, board, job)
-        self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
+        self._sockets |= open_sockets() - before - board.sockets
 
     def _arrange(
         self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
@@ -345,10 +345,8 @@ class Connection:
         self._groups = job.groups = groups
         vm, stage = topology.place_of(rank)
         hosts = [lanes.between_stages(ranks) for ranks in topology.ranks]
-        connect_devices(groups, topology.ranks)
         turns = Turns()
         machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups, turns)
-        machine.open_lines()
         machine.share_memory(payload_address(device))
         everyone, of_all = range(place.world_size), hosts[vm]
         if topology.num_virtual_machines > 1:

@@ -189,7 +189,7 @@ class ValuePipeline(Pipeline):
             (called, in_steps, crossings), source=0
         )
         self._idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
-        uses = parameter_uses(self.root, layers, {}, called)
+        uses = parameter_uses(self.root, layers, called)
         figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
         self._is_timed = bool(figures)
         if not figures:

@@ -63,8 +63,8 @@ _NORMS = (
     torch.ops.aten.miopen_batch_norm.default,
 )
 _STATISTICS, _IS_TRAINING = slice(3, 5), 5
-# The two runs with made-up sizes: results that differ depend on values.
-_MADE_UP = (1, 3)
+# The two runs with assumed sizes: results that differ depend on values.
+_ASSUMED_SIZES = (1, 3)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ContractFinder:
         found = self._run(function, args, kwargs, None)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found
-        first, second = (self._run(function, args, kwargs, size) for size in _MADE_UP)
+        first, second = (self._run(function, args, kwargs, size) for size in _ASSUMED_SIZES)
         if first is None or second is None or (not is_layer and _gives_numbers(first)):
             return None
         same = first.specs == second.specs and first.result == second.result
@@ -181,7 +181,7 @@ class ContractFinder:
         return first if second.used <= first.used else None
 
     def _run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, made_up: int | None
+        self, function: Callable[..., Any], args: Any, kwargs: Any, assumed_size: int | None
     ) -> Contract | None:
         states = host_state(), torch.get_rng_state()
         seed_host(0)
@@ -204,7 +204,7 @@ class ContractFinder:
             nodes = [memo[id(node)] for node in arguments.nodes]
             before = Outcome(nodes, stand_ins)
             versions = list(map(version_of, stand_ins))
-            watch = _Watch(made_up)
+            watch = _Watch(assumed_size)
             # An operation that fails on them is run in another way, or on real tensors.
             FAKE_TENSOR_LOG.disabled = True
             self.is_running = True
@@ -364,14 +364,14 @@ class _Watch(OperationMode):
     """Notes which stand-ins are used.
 
     Args:
-        made_up: what stands for sizes and numbers that only values tell; ``None``: they are errors.
+        assumed_size: used for sizes and numbers that only values tell; ``None``: they are errors.
     """
 
-    def __init__(self, made_up: int | None) -> None:
+    def __init__(self, assumed_size: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
         self.written: set[int] = set()
-        self._made_up = made_up
+        self._assumed_size = assumed_size
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("generator") is not None:
@@ -386,19 +386,19 @@ class _Watch(OperationMode):
         name = schema_of(func).name
         if name.startswith(FOR_EACH) and name.endswith("_"):
             self.written.update(map(id, args[0]))
-        size = self._made_up
+        size = self._assumed_size
         if size is None:
             return func(*args, **kwargs)
-        made = _made_up_result(func, args, kwargs, size)
+        made = _result_of_assumed_size(func, args, kwargs, size)
         if made is not None:
             return made
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            # Fake tensors do not know the operation, or refuse it: it runs on made-up numbers.
-            return self._on_made_up_numbers(func, args, kwargs, size)
+            # Fake tensors do not know the operation, or refuse it: it runs on assumed numbers.
+            return self._on_assumed_numbers(func, args, kwargs, size)
 
-    def _on_made_up_numbers(self, func: Any, args: Any, kwargs: Any, size: int) -> Any:
+    def _on_assumed_numbers(self, func: Any, args: Any, kwargs: Any, size: int) -> Any:
         def filled(x: Tensor) -> Tensor:
             new = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device)
             is_number = x.dtype.is_floating_point or x.dtype.is_complex
@@ -418,7 +418,7 @@ class _Watch(OperationMode):
         )
 
 
-def _made_up_result(func: Any, args: Any, kwargs: Any, size: int) -> Any:
+def _result_of_assumed_size(func: Any, args: Any, kwargs: Any, size: int) -> Any:
     """The result of an operation whose size or number depends on values; ``None`` for others."""
     aten = torch.ops.aten
     tensor: Any = args[0] if args else None

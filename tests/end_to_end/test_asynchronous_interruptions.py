@@ -144,6 +144,7 @@ def require_ended_in_order(
 ) -> list[int]:
     """Checks that all runs end in order; returns how many layers have moved in each."""
     found = []
+    # Each case is a run: a loaded machine takes a few seconds for one.
     seconds = LIMIT_SECONDS + 4 * len(cases)
     outcomes = run_ranks(end_each, 3, str(folder), cases, timeout=seconds)
     for number, (case, _, rank) in enumerate(cases):

@@ -21,7 +21,7 @@ from lightning_pipeshift import PipeShiftStrategy, StageFailedError
 from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
@@ -135,12 +135,10 @@ def channels_on_nccl() -> tuple[Channels, ProcessGroups]:
     device = own_device()
     by_host, board = connect()
     groups = ProcessGroups("nccl", device, board.watched)
-    connect_devices(groups, [by_host.ranks])
     rank = dist.get_rank()
     channels = Channels(
         by_host.ranks, rank, device, board.watched, Lanes().between_stages(by_host.ranks), groups
     )
-    channels.open_lines()
     return channels, groups
 
 
@@ -201,10 +199,10 @@ def make_a_group() -> tuple[bool, bool, int | None, bool]:
     _, board = connect()
     groups = ProcessGroups("nccl", device, board.watched)
     groups.want(Purpose.SUMS, [(0,)])
-    groups.want(Purpose.PAYLOAD, [(0,)])
-    for purpose in (Purpose.SUMS, Purpose.PAYLOAD):
+    groups.want(Purpose.SHARED, [(0,)])
+    for purpose in (Purpose.SUMS, Purpose.SHARED):
         dist.all_reduce(torch.ones(1, device=device), group=groups.group(purpose, (0,)))
-    backend = groups.group(Purpose.PAYLOAD, (0,))._get_backend(device)
+    backend = groups.group(Purpose.SHARED, (0,))._get_backend(device)
     options = backend.options
     # Errors can be seen, and there are none.
     assert backend.get_error().name == "SUCCESS"

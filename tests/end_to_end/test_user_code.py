@@ -117,9 +117,7 @@ class SkipsBatches(SequentialMLP):
 
 
 class SkipsLosses(SequentialMLP):
-    """Returns None if the loss is not what it should be; the first answer that is guessed of the
-    condition is that it is not.
-    """
+    """Returns None if the loss is not what it should be."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

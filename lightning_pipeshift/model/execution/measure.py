@@ -139,15 +139,15 @@ class Stopwatch:
                 substituted(slots, self._here(slots, trains)),
             ):
                 for repeat in range(_REPEATS):
-                    made_up = [self._made_up(leaf, trains) for leaf in leaves]
-                    args, kwargs = rebuild(made_up)
+                    inputs = [self._random_like(leaf, trains) for leaf in leaves]
+                    args, kwargs = rebuild(inputs)
                     # A layer may add to its arguments: a cache of keys and values.
                     before = Arguments(args, kwargs)
                     # Counting takes time; the best of several runs excludes it.
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     # The last run, when the device is warm: each operation is timed.
                     if repeat == _REPEATS - 1:
-                        stand_ins = self._stand_ins(leaves, made_up)
+                        stand_ins = self._stand_ins(leaves, inputs)
                         table = SavedTable(left_out=stand_ins, device=self._device)
                         run = LayerCall(gate, args, kwargs, table, observer).run
                     try:
@@ -182,22 +182,22 @@ class Stopwatch:
         """The peak memory of a forward and backward of the layer, without its parameters, buffers,
         accumulated gradients, and the batch.
         """
-        made_up: Any = [self._made_up(leaf, True) for leaf in leaves]
+        inputs: Any = [self._random_like(leaf, True) for leaf in leaves]
         there = {address_of(x): x for slot in slots if (x := slot.get()) is not None}
         gradients = [x.grad for x in there.values() if x.grad is not None]
-        stand_ins = set(self._stand_ins(leaves, made_up))
-        batch = [x for x in made_up if isinstance(x, Tensor) and address_of(x) in stand_ins]
+        stand_ins = set(self._stand_ins(leaves, inputs))
+        batch = [x for x in inputs if isinstance(x, Tensor) and address_of(x) in stand_ins]
         live = LiveBytes(self._device, [*there.values(), *gradients, *batch])
         with live:
-            live.note(made_up)
-            args, kwargs = rebuild(made_up)
+            live.note(inputs)
+            args, kwargs = rebuild(inputs)
             before = Arguments(args, kwargs)
             try:
                 output: Any = gate.run(*args, **kwargs)
             finally:
                 before.put_back()
             # As in a step: from here on only the graph keeps memory alive.
-            del made_up, args, kwargs, before
+            del inputs, args, kwargs, before
             ends: Any = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
             end: Any = _Ones.apply(*ends) if ends else None  # type: ignore[no-untyped-call]
             del output, ends
@@ -205,9 +205,9 @@ class Stopwatch:
                 end.backward(end.detach())
         return live.peak_bytes
 
-    def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
+    def _stand_ins(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> Iterator[int]:
         """The addresses of synthetic inputs that replace memory in use anyway."""
-        for leaf, number in zip(leaves, made_up, strict=True):
+        for leaf, number in zip(leaves, inputs, strict=True):
             is_real = isinstance(leaf, Tensor)
             if is_real and address_of(leaf) in self._addresses:
                 yield address_of(number)
@@ -238,7 +238,7 @@ class Stopwatch:
         # Buffers are copied: a layer may write to its running statistics.
         return tensor.detach().to(self._device, copy=is_buffer)
 
-    def _made_up(self, leaf: Any, trains: bool) -> Any:
+    def _random_like(self, leaf: Any, trains: bool) -> Any:
         if not isinstance(leaf, Unknown):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         numbers = self._numbers(leaf)

@@ -10,7 +10,7 @@ the last segment to the first, so the sum has the same bits on every split.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -77,17 +77,14 @@ class ParameterUse:
         parameter: the tensor; the same object for the whole run, whichever stage has its values.
         slots: all attributes that refer to it.
         layers: the indices of the layers whose modules refer to it.
-        used_in: the indices of the layers that use it when they are called: those whose modules
-            refer to it, and others that have another reference to it.
         is_tied: whether several layers, or one and a module outside of layers, refer to it.
-        everywhere: whether user code uses it, so that every stage has to hold it.
+        everywhere: whether it is outside of layers, so that every stage has to hold it.
     """
 
     name: str
     parameter: nn.Parameter
     slots: list[Slot]
     layers: tuple[int, ...]
-    used_in: tuple[int, ...]
     is_tied: bool = False
     everywhere: bool = False
 
@@ -112,16 +109,13 @@ def of_one_layer(uses: Iterable[ParameterUse]) -> dict[int, list[nn.Parameter]]:
     """The parameters that one layer only uses, by layer."""
     found: dict[int, list[nn.Parameter]] = {}
     for use in uses:
-        if not use.is_shared and set(use.used_in) <= set(use.layers):
+        if not use.is_shared:
             found.setdefault(use.layers[0], []).append(use.parameter)
     return found
 
 
 def parameter_uses(
-    root: nn.Module,
-    layers: list[nn.Module],
-    touched: Mapping[int, Set[int]],
-    called: Container[int] | None = None,
+    root: nn.Module, layers: list[nn.Module], called: Container[int] | None = None
 ) -> list[ParameterUse]:
     """Returns every parameter of ``root`` in the order of ``root.named_parameters()``, with its
     users.
@@ -129,8 +123,6 @@ def parameter_uses(
     Args:
         root: the LightningModule.
         layers: its layers, in call order.
-        touched: by the identity of a parameter that is used other than through its own layer, the
-            layers that use it in this way; empty if only code between layers does.
         called: the indices of the layers that a training step calls; by default all.
     """
     scope_of = _scope_of(root, layers)
@@ -148,9 +140,8 @@ def parameter_uses(
             parameter,
             places,
             inside,
-            used_in=tuple(sorted({*inside, *touched.get(id(parameter), ())})),
             is_tied=len({scope_of[id(slot.module)] for slot in places}) > 1,
-            everywhere=id(parameter) in touched or not inside,
+            everywhere=not inside,
         )
         uses.append(use)
     use_of = {id(use.parameter): use for use in uses}

@@ -1,27 +1,10 @@
-"""What is sent between stages, and the order in which steps call layers."""
+"""The order in which steps call layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from math import prod
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape, strides and type of a tensor; enough to allocate the buffer that receives it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    itemsize: int
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes that are sent when this tensor crosses a boundary."""
-        return prod(self.shape) * self.itemsize
 
 
 def call_order(calls: Iterable[int], num_layers: int) -> list[int]:

@@ -31,7 +31,7 @@ class RankFigures:
     """The measurements of one rank. Layers are by index.
 
     Args:
-        guesses: forward and backward of every layer, tried one by one before training.
+        estimates: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
         error: their relative standard error.
         ran: on a CPU, in which part of the time of the forwards of layers its thread ran: not all,
@@ -57,7 +57,7 @@ class RankFigures:
         waited_seconds: how long its compute has waited in a step for swapped tensors.
     """
 
-    guesses: Mapping[int, Times] = field(default_factory=dict)
+    estimates: Mapping[int, Times] = field(default_factory=dict)
     times: Mapping[int, Times] = field(default_factory=dict)
     error: float = 0.0
     ran: float | None = None
@@ -85,7 +85,7 @@ class RankFigures:
         what moves, operations that run again): never more than before training.
         """
         least = {
-            layer: tuple(map(min, times, self.guesses.get(layer, times)))
+            layer: tuple(map(min, times, self.estimates.get(layer, times)))
             for layer, times in self.times.items()
         }
         return replace(self, times=cast(dict[int, Times], least))
@@ -107,11 +107,11 @@ def profile_of(
         samples: of a microbatch.
         microbatches: of a step.
     """
-    guessed = {
-        kind: _guess(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
+    estimated = {
+        kind: _estimated(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
         for kind in cluster.kinds
     }
-    ratios = _ratios(figures, [guessed[device.kind] for device in cluster.devices])
+    ratios = _ratios(figures, [estimated[device.kind] for device in cluster.devices])
     kinds, speeds = {}, [device.speed for device in cluster.devices]
     for kind in cluster.kinds:
         known = {rank: ratio for rank in _ranks_of(cluster, kind) if (ratio := ratios[rank])}
@@ -119,10 +119,10 @@ def profile_of(
         for rank, ratio in known.items():
             speed = usual / ratio
             speeds[rank] = 1.0 if abs(speed - 1) < _ALIKE else speed
-        table = [(f * usual, b * usual) for f, b in guessed[kind]]
+        table = [(f * usual, b * usual) for f, b in estimated[kind]]
         # A rank may count as slower than its own layers show: these are no cheaper than others.
         scales = {
-            rank: speeds[rank] * ratio / (_ratio(figures[rank].times, guessed[kind]) or ratio)
+            rank: speeds[rank] * ratio / (_ratio(figures[rank].times, estimated[kind]) or ratio)
             for rank, ratio in known.items()
         }
         for layer in range(len(layers)):
@@ -165,7 +165,7 @@ def profile_of(
     return profile, replace(cluster, devices=devices)
 
 
-def guesses_by_kind(figures: Sequence[RankFigures], kinds: Sequence[int]) -> dict[int, Times]:
+def estimates_by_kind(figures: Sequence[RankFigures], kinds: Sequence[int]) -> dict[int, Times]:
     """Estimates of the layers' times by the first measurements in training, where there were none
     before: layers of one kind take equally long, so ranks that have some of a kind can be compared.
 
@@ -184,15 +184,15 @@ def guesses_by_kind(figures: Sequence[RankFigures], kinds: Sequence[int]) -> dic
         for kind, found in of_rank.items():
             by_kind.setdefault(kind, []).append(_middle(found))
     shared = {kind: _middle(found) for kind, found in by_kind.items() if len(found) > 1}
-    guesses: dict[int, Times] = {}
+    estimates: dict[int, Times] = {}
     for mine in figures:
         common = {n: times for n, times in mine.times.items() if kinds[n] in shared}
         expected = sum(sum(shared[kinds[layer]]) for layer in common)
         slower = sum(f + b for f, b in common.values()) / expected if expected else 1.0
         for layer, (forward, backward) in mine.times.items():
             own = forward / (slower or 1.0), backward / (slower or 1.0)
-            guesses[layer] = shared.get(kinds[layer], own)
-    return guesses
+            estimates[layer] = shared.get(kinds[layer], own)
+    return estimates
 
 
 def _middle(found: Sequence[Times]) -> Times:
@@ -203,13 +203,13 @@ def _ranks_of(cluster: Cluster, kind: str) -> list[int]:
     return [rank for rank, device in enumerate(cluster.devices) if device.kind == kind]
 
 
-def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> list[Times]:
+def _estimated(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> list[Times]:
     """The median of the ranks' estimates; for a layer that no rank could measure, one in proportion
     to its parameters.
     """
     found: dict[int, Times] = {}
     for layer in range(len(layers)):
-        tried = [mine.guesses.get(layer) or mine.times.get(layer) for mine in figures]
+        tried = [mine.estimates.get(layer) or mine.times.get(layer) for mine in figures]
         there = [times for times in tried if times is not None]
         if there:
             found[layer] = (median(f for f, _ in there), median(b for _, b in there))
@@ -226,20 +226,22 @@ def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> li
 
 
 def _ratios(
-    figures: Sequence[RankFigures], guessed: Sequence[Sequence[Times]]
+    figures: Sequence[RankFigures], estimated: Sequence[Sequence[Times]]
 ) -> list[float | None]:
     """The ratio of each rank's times to the estimates of its kind, by measurements in training if
     there are any.
     """
-    estimates = [_ratio(mine.guesses, guess) for mine, guess in zip(figures, guessed, strict=True)]
+    before_training = [
+        _ratio(mine.estimates, estimate) for mine, estimate in zip(figures, estimated, strict=True)
+    ]
     trained = [
-        max(_ratio(times, guess) or 0.0 for times in (mine.times, mine.earlier))
-        for mine, guess in zip(figures, guessed, strict=True)
+        max(_ratio(times, estimate) or 0.0 for times in (mine.times, mine.earlier))
+        for mine, estimate in zip(figures, estimated, strict=True)
     ]
     # Times of a rank that is known to be slow may have its slowness in them.
     both = [
         there / before
-        for mine, there, before in zip(figures, trained, estimates, strict=True)
+        for mine, there, before in zip(figures, trained, before_training, strict=True)
         if there and before and not mine.slowdown
     ]
     usual = median(both or [1.0])
@@ -249,12 +251,12 @@ def _ratios(
             there = max(there, before * usual * (mine.slowdown or 1.0))
         return there or None
 
-    return [ratio(*each) for each in zip(figures, trained, estimates, strict=True)]
+    return [ratio(*each) for each in zip(figures, trained, before_training, strict=True)]
 
 
-def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:
+def _ratio(times: Mapping[int, Times], estimate: Sequence[Times]) -> float | None:
     taken = sum(f + b for f, b in times.values())
-    expected = sum(sum(guess[layer]) for layer in times)
+    expected = sum(sum(estimate[layer]) for layer in times)
     return taken / expected if taken and expected else None
 
 

@@ -1,56 +1,33 @@
 """The connections between the stages of one virtual machine.
 
-Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
-everything and tags keep the tensors apart; between GPUs of one host, tensors go through memory that
-both ranks can reach, where that is possible (see :mod:`.memory_link`). NCCL has no tags and matches
-by order, and an operation that waits would block those after it; so each direction between two
-neighbours has its own communicator, on which both ends proceed in microbatch order. Everything else
-is sent through a lane.
+Values and their gradients go through a stage's :mod:`.mailbox`, everything else through a lane. On
+gloo, one group carries everything and tags keep messages apart; between GPUs of one host, tensors
+go through memory that both ranks can reach, where that is possible (see :mod:`.memory_link`). NCCL
+has no tags and matches by order, and an operation that waits would block those after it: gradients
+of shared parameters, and measurements, have groups of their own.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.devices.host_memory import pinned_like
-from lightning_pipeshift.model.execution.transfer import Fetch
-from lightning_pipeshift.plan.inputs.flow import TensorSpec
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
-from lightning_pipeshift.runtime.comm.lane import (
-    Lane,
-    Line,
-    Paced,
-    PostedObject,
-    Sent,
-    as_bytes,
-    finish,
-)
+from lightning_pipeshift.runtime.comm.lane import Lane, Paced, as_bytes, finish
 from lightning_pipeshift.runtime.comm.memory_link import (
-    Arrival,
     MemoryEnd,
     MemoryLink,
     ranks_with_shared_memory,
 )
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
-from lightning_pipeshift.runtime.comm.sockets import (
-    Opened,
-    ends_soon,
-    keep_for_ever,
-    shut_down,
-)
-from lightning_pipeshift.runtime.comm.specs import dtype_named, is_dense
-from lightning_pipeshift.runtime.comm.threads import InOrder
+from lightning_pipeshift.runtime.comm.sockets import Opened, ends_soon, keep_for_ever, shut_down
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 from lightning_pipeshift.runtime.offload.shared_memory import Address
@@ -76,77 +53,6 @@ def lane_name(number: int) -> str:
     return names.get(number) or GRADIENTS[number].name
 
 
-class Direction(enum.IntEnum):
-    """The direction in which a tensor travels between neighbours."""
-
-    PAYLOAD = 0
-    GRADIENT = 1
-
-
-class Layout:
-    """How the tensors of one payload, or their gradients, lie in memory.
-
-    The receiver knows the shape without a message, but not the order in which kernels lay out the
-    dimensions. So the sender sends the strides once, before the first payload of a kind, and values
-    arrive with the layout they had.
-    """
-
-    __slots__ = ("_header", "strides")
-
-    def __init__(self) -> None:
-        self.strides: list[tuple[int, ...]] | None = None
-        self._header: tuple[Tensor, Any, Watched, int, Sequence[TensorSpec]] | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the strides have neither been received nor their receive posted."""
-        return self.strides is None and self._header is None
-
-    def expect(
-        self, header: Tensor, work: Any, watched: Watched, peer: int, specs: Sequence[TensorSpec]
-    ) -> None:
-        """Reads the layout from a message whose receive is posted."""
-        self._header = (header, work, watched, peer, specs)
-
-    def known(self) -> list[tuple[int, ...]]:
-        """The strides of each tensor; waits for them."""
-        if self.strides is None:
-            assert self._header is not None
-            header, work, watched, peer, specs = self._header
-            with watched(peer):
-                complete(work)
-            numbers = iter(header.tolist())
-            self.strides = [tuple(next(numbers) for _ in spec.shape) for spec in specs]
-            self._header = None
-        return self.strides
-
-
-@dataclass
-class Receipt:
-    """A posted receive."""
-
-    flat: Tensor
-    spec: TensorSpec
-    work: Any
-    watched: Watched
-    peer: int
-    layout: Layout
-    number: int
-    staging: Tensor | None = None
-    arrival: Arrival | None = None
-
-    def wait(self) -> Tensor:
-        """The tensor; waits for it."""
-        if self.work is not None:
-            with self.watched(self.peer):
-                complete(self.work)
-        if self.arrival is not None:
-            self.arrival.wait()
-        if self.staging is not None:
-            self.flat.copy_(self.staging, non_blocking=True)
-        return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
-
-
 @dataclass
 class PostedSum:
     """A sum over all stages that has begun."""
@@ -162,21 +68,6 @@ class PostedSum:
         return self.vector
 
 
-def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -> None:
-    """Makes the groups in which payloads travel from device to device. Every rank of the job calls
-    this.
-
-    Args:
-        devices: gets the groups; with gloo, :class:`Lanes` has made all that is needed.
-        machines: the ranks of each virtual machine, in stage order.
-    """
-    if devices.backend == "gloo":
-        return
-    pairs = [pair for ranks in machines for pair in pairwise(ranks)]
-    devices.want(Purpose.PAYLOAD, pairs)
-    devices.want(Purpose.GRADIENT, pairs)
-
-
 class Channels(Lane):
     """One stage's connections.
 
@@ -186,9 +77,9 @@ class Channels(Lane):
         device: where tensors live.
         watched: the context to communicate in.
         groups: those of ``ranks``.
-        devices: carry tensors from device to device, from :func:`connect_devices` on. By
-            default, and with gloo, tensors on a GPU go through host memory, or through memory
-            that two ranks share: see :meth:`share_memory`.
+        devices: carry tensors from device to device. By default, and with gloo, tensors on a GPU
+            go through host memory, or through memory that two ranks share: see
+            :meth:`share_memory`.
         turns: of this rank's large messages.
     """
 
@@ -205,8 +96,6 @@ class Channels(Lane):
         super().__init__(ranks, stage, groups.pipeline.control, watched)
         self.device = device
         self._devices = devices if devices is not None and devices.backend != "gloo" else None
-        self._staged = self._devices is None and device.type != "cpu"
-        self._staging = InOrder("send")
         self._transfers = [
             group if group is not None else Group(None, frozenset())
             for group in (groups.swaps, groups.bulk)
@@ -238,37 +127,11 @@ class Channels(Lane):
         lanes = [lane for link in self._links.values() for lane in (link.messages, link.answers)]
         for lane in (self, self.measurements, self.shared, *lanes):
             lane.number_stages(ranks, ranks.index(rank))
-        if self._devices is not None:
-            connect_devices(self._devices, machines)
-            self.open_lines()
 
     @property
     def backend(self) -> str:
         """The backend that carries payloads: ``"gloo"`` or ``"nccl"``."""
         return "gloo" if self._devices is None else self._devices.backend
-
-    def open_lines(self) -> None:
-        """Sends one byte to each neighbour and back, from the first stage to the last, where
-        payloads go from device to device. Every stage calls this.
-
-        NCCL makes a communicator at its first use, and both ends wait for each other there: if one
-        stage first sends a payload and the other first posts the receive of a gradient, both would
-        wait for ever.
-        """
-        if self._devices is None:
-            return
-        with self._devices.connecting():
-            for left in range(self.num_stages - 1):
-                if self.stage not in (left, left + 1):
-                    continue
-                neighbour = left + (self.stage == left)
-                for direction in Direction:
-                    group, member = self._line(neighbour, direction)
-                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                    sends = (self.stage == left) == (direction is Direction.PAYLOAD)
-                    transfer = group.send if sends else group.recv
-                    with self.watched(self.ranks[neighbour]):
-                        complete(transfer([byte], member, 0))
 
     def share_memory(self, address: Address | None) -> None:
         """Finds out with which stages this one can share its device's memory; from then on, tensors
@@ -346,7 +209,6 @@ class Channels(Lane):
 
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
-        self._staging.close()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
@@ -354,116 +216,6 @@ class Channels(Lane):
         for lane in (self.measurements, self.shared, self):
             lane.release()
         self._transfers = []
-
-    # --- payloads and gradients ---
-
-    def send(
-        self,
-        tensors: Sequence[Tensor],
-        specs: Sequence[TensorSpec],
-        direction: Direction,
-        to: int,
-        layout: Layout | None = None,
-    ) -> Sent:
-        """Sends tensors to a neighbour, without waiting.
-
-        Args:
-            tensors: what to send.
-            specs: their shapes and types.
-            direction: whether they are a payload or gradients.
-            to: the neighbour.
-            layout: their layout in memory as last sent to the neighbour; by default it is sent with
-                these tensors.
-        """
-        layout = layout or Layout()
-        sent = Sent(self.watched, self.ranks[to])
-        line = self._line(to, direction)
-        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
-        if layout.strides is None:
-            layout.strides = [tensor.stride() for tensor in tensors]
-            header = _header(specs, self._message_device)
-            if header.numel():
-                header.copy_(torch.tensor([n for strides in layout.strides for n in strides]))
-                work = self._post_send(header, to, line, _HEADER_TAG + int(direction))
-                sent.works.append((work, header))
-        flats = [
-            _flat(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)
-        ]
-
-        def post(flats: Sequence[Tensor]) -> None:
-            for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
-                if spec.num_bytes:
-                    work = self._post_send(flat, to, line, _tag(direction, number))
-                    sent.works.append((work, flat))
-
-        link = self._link(to, _PURPOSE[direction]) if any(map(len, flats)) else None
-        if link is not None:
-            sent.first = partial(link.settle, link.send(flats))
-        elif self._staged:
-            # gloo needs the values in host memory: a thread waits until they are there.
-            fetch = Fetch(flats, is_kept=False)
-            sent.first = self._staging.submit(lambda: post(fetch.wait())).result
-        else:
-            post(flats)
-        return sent
-
-    @property
-    def _message_device(self) -> torch.device:
-        return torch.device("cpu") if self._devices is None else self.device
-
-    def post_receive(
-        self,
-        specs: Sequence[TensorSpec],
-        direction: Direction,
-        source: int,
-        layout: Layout | None = None,
-    ) -> list[Receipt]:
-        """Posts the receives of what a neighbour sends. The arguments are those of :meth:`send`
-        there, but for ``source``, the neighbour.
-        """
-        layout = layout or Layout()
-        peer = self.ranks[source]
-        group, member = self._line(source, direction)
-        if layout.is_new:
-            header = _header(specs, self._message_device)
-            work = None
-            if header.numel():
-                with self.watched(peer):
-                    work = group.recv([as_bytes(header)], member, _HEADER_TAG + int(direction))
-                layout.expect(header, work, self.watched, peer, specs)
-            else:
-                layout.strides = [() for _ in specs]
-        flats = [
-            torch.empty(
-                spec.num_bytes // spec.itemsize, dtype=dtype_named(spec.dtype), device=self.device
-            )
-            for spec in specs
-        ]
-        link = self._link(source, _PURPOSE[direction]) if any(map(len, flats)) else None
-        arrival = link.post_receive(flats) if link is not None else None
-        receipts = []
-        for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
-            work = staging = None
-            if self._staged and arrival is None:
-                staging = pinned_like(flat)
-            if spec.num_bytes and arrival is None:
-                with self.watched(peer):
-                    work = group.recv(
-                        [as_bytes(flat if staging is None else staging)],
-                        member,
-                        _tag(direction, number),
-                    )
-            receipts.append(
-                Receipt(flat, spec, work, self.watched, peer, layout, number, staging, arrival)
-            )
-        return receipts
-
-    def _line(self, neighbour: int, direction: Direction) -> Line:
-        if self._devices is None:
-            return self._line_to(neighbour)
-        return self._devices.line(
-            _PURPOSE[direction], self.ranks[self.stage], self.ranks[neighbour]
-        )
 
     # --- single tensors ---
 
@@ -506,7 +258,7 @@ class Channels(Lane):
             return self.receive_tensor(like, source).to(self.device)
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         if link is not None:
-            link.post_receive([tensor.view(-1)]).wait()
+            link.receive([tensor.view(-1)])
         elif tensor.numel():
             assert self._devices is not None
             rank, peer = self.ranks[self.stage], self.ranks[source]
@@ -540,16 +292,15 @@ class Channels(Lane):
 
     # --- all stages together ---
 
-    def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
+    def share_object(self, obj: Any, source: int) -> Any:
         """Every stage calls this; every stage gets the object of ``source``.
 
         Args:
             obj: picklable; only that of ``source`` counts.
             source: a stage.
-            posted: what :meth:`post_object` returned, if it was called before.
         """
         if self.stage != source:
-            return self.receive_object(source, posted)
+            return self.receive_object(source)
         self.settle()
         for to in range(self.num_stages):
             if to != source:
@@ -590,55 +341,3 @@ class Channels(Lane):
         self._under_way.append(work)
         finish(work, self.watched)
         return [int(parts[member]) for member in self._members]
-
-
-_PURPOSE = {Direction.PAYLOAD: Purpose.PAYLOAD, Direction.GRADIENT: Purpose.GRADIENT}
-
-# Apart from the tensors' tags, which are small numbers.
-_HEADER_TAG = 1 << 19
-
-
-def _tag(direction: Direction, number: int) -> int:
-    return 2 * number + int(direction)
-
-
-def _header(specs: Sequence[TensorSpec], device: torch.device) -> Tensor:
-    """An empty tensor for the strides of tensors."""
-    return torch.empty(sum(len(spec.shape) for spec in specs), dtype=torch.int64, device=device)
-
-
-def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The elements of a tensor as a vector: in the order of its memory where that has neither gaps
-    nor overlaps, else in the order of its dimensions.
-
-    Args:
-        tensor: the tensor.
-        strides: those that have been sent to the other side.
-    """
-    tensor = tensor.detach()
-    if not is_dense(tuple(tensor.shape), strides):
-        return tensor.contiguous().flatten()
-    if tensor.stride() != strides:
-        laid_out = torch.empty_strided(
-            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = laid_out.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """A tensor with the strides that it had at the sender."""
-    if is_dense(shape, strides):
-        # Not a view of the vector: autograd treats views specially.
-        return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape, strides)
-    whole = flat.view(shape)
-    sizes = [1 if step == 0 else size for size, step in zip(shape, strides, strict=True)]
-    for dimension, size in enumerate(sizes):
-        whole = whole.narrow(dimension, 0, size)
-    ordered = sorted((step, size) for step, size in zip(strides, sizes, strict=True) if size > 1)
-    for (step, size), (larger, _) in pairwise(ordered):
-        if larger < step * size:
-            # Its elements overlap, so no code may write to it anyway.
-            return flat.view(shape)
-    with_gaps = torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device)
-    return with_gaps.copy_(whole).expand(shape)

@@ -247,36 +247,15 @@ class MemoryLink:
             self.end.give_back(self.answers.receive_object(posted.source, posted))
             self.messages.settle(len(self._awaited))
 
-    def post_receive(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Receives into vectors what the other stage sends next."""
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        """Receives into vectors what the other stage sends next. Waits for its message, not for the
+        device; from then on the tensors may be used.
+        """
         source = self.messages.ranks.index(self._peer)
-        return Arrival(self, tensors, self.messages.post_object(source))
-
-
-class Arrival:
-    """A posted receive.
-
-    Args:
-        link: where to receive.
-        tensors: what to receive into.
-        posted: the receive of the message.
-    """
-
-    def __init__(self, link: MemoryLink, tensors: Sequence[Tensor], posted: PostedObject) -> None:
-        self._link = link
-        self._tensors = tensors
-        self._posted: PostedObject | None = posted
-
-    def wait(self) -> None:
-        """Waits for the message, not for the device; from then on the tensors may be used."""
-        posted, self._posted = self._posted, None
-        if posted is None:
-            return
-        link = self._link
-        message = link.messages.receive_object(posted.source, posted)
+        message = self.messages.receive_object(source)
         # The other stage has posted the receives of all answers, so this does not wait.
-        link.answers.settle()
-        link.answers.send_object(link.end.take(message, self._tensors), posted.source)
+        self.answers.settle()
+        self.answers.send_object(self.end.take(message, tensors), source)
 
 
 def ranks_with_shared_memory(

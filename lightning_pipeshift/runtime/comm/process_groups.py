@@ -39,7 +39,7 @@ from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import Line
-from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
+from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.comm.waits import Watched
 
 # A posted receive of NCCL occupies this many of the GPU's multiprocessors until the data is there
@@ -56,16 +56,12 @@ class Purpose(Enum):
     progress at the same time have a group each.
     """
 
-    PAYLOAD = "payloads, from a stage to the next"
-    GRADIENT = "gradients of payloads, from a stage to the one before"
     SHARED = "gradients of shared parameters, between two stages that hold them"
     LINKS = "measuring links"
     SUMS = "sums over the virtual machines"
 
 
 _LANES: Final = {
-    Purpose.PAYLOAD: (PIPELINE,),
-    Purpose.GRADIENT: (PIPELINE,),
     Purpose.SHARED: (PIPELINE,),
     Purpose.SUMS: GRADIENTS,
 }
@@ -94,8 +90,6 @@ class ProcessGroups:
         self._lanes = lanes or Lanes()
         self.device = device
         self.watched = watched
-        self.sockets: Opened = frozenset()
-        """The sockets that the backend opened while it connected: aborting closes them."""
         self._groups: dict[tuple[Purpose, Ranks, int], Any] = {}
         """By purpose, members, and the number of the lane."""
         self._lock = threading.Lock()
@@ -152,13 +146,6 @@ class ProcessGroups:
     def line(self, purpose: Purpose, rank: int, to: int) -> Line:
         """The group of this rank and another one, and the other rank's index in it."""
         return self.group(purpose, (rank, to)), int(to > rank)
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Context of the first operations in groups, during which the backend opens connections."""
-        before = open_sockets()
-        yield
-        self.sockets |= open_sockets() - before
 
     # --- a failure ---
 

@@ -98,7 +98,7 @@ class ProbeResult:
     Args:
         cluster: the devices and their links. A device's speed is relative to the fastest of its
             kind: kinds are compared by the layers' own times, measured on each.
-        rates: floating-point operations per second, by rank; a first guess until layers have been
+        rates: floating-point operations per second, by rank; an estimate until layers have been
             measured. Equal for devices of equal kind and speed.
         seconds: of the median slice, by rank.
         notes: observations that a user may want to look into, in words.

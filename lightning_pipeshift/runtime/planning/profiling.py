@@ -75,7 +75,7 @@ class Profiler:
         self._waited_before = 0.0
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
-        self.guesses: dict[int, Figures] = {}
+        self.estimates: dict[int, Figures] = {}
         """The times and memory of layers that were measured before training."""
         self.of_others: Mapping[int, int] = {}
         """The working bytes that other ranks have measured of layers that may come to this one."""
@@ -204,11 +204,11 @@ class Profiler:
         stretch, error = self._stretch(fewest)
         times = self._times(layers, stretch)
         self._hold(layers, times, error)
-        guesses: dict[int, Times] = {
+        estimates: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
-            for layer, found in self.guesses.items()
+            for layer, found in self.estimates.items()
         }
-        tensors = {layer: found.tensors for layer, found in self.guesses.items()}
+        tensors = {layer: found.tensors for layer, found in self.estimates.items()}
         for layer, found in self.observer.of_layers.items():
             # Only the first measurement times the operations.
             spares = {tensor.number: tensor.spares for tensor in tensors.get(layer, ())}
@@ -216,9 +216,9 @@ class Profiler:
                 replace(tensor, spares=spares.get(tensor.number, 0.0) if tensor.num_bytes else 0.0)
                 for tensor in found
             )
-        inputs = {layer: found.input_bytes for layer, found in self.guesses.items()}
+        inputs = {layer: found.input_bytes for layer, found in self.estimates.items()}
         return RankFigures(
-            guesses=guesses,
+            estimates=estimates,
             times=times,
             earlier={} if self.has_recovered else self._earlier,
             error=error,
@@ -259,7 +259,7 @@ class Profiler:
     @property
     def expected_bytes(self) -> dict[int, int]:
         """The bytes that layers save for a microbatch, without the code around them."""
-        found = {layer: guess.tensors for layer, guess in self.guesses.items()}
+        found = {layer: estimate.tensors for layer, estimate in self.estimates.items()}
         return {
             layer: sum(t.num_bytes for t in tensors if not t.is_outside)
             for layer, tensors in found.items()
@@ -269,10 +269,10 @@ class Profiler:
     def working_bytes(self) -> dict[int, int]:
         """The bytes that layers take for a moment while they run, or the code around them."""
         found = {}
-        for layer in {*self.guesses, *self.observer.of_code, *self.of_others}:
-            guess = self.guesses.get(layer, Figures(0.0))
+        for layer in {*self.estimates, *self.observer.of_code, *self.of_others}:
+            estimate = self.estimates.get(layer, Figures(0.0))
             seen = [by[layer] for by in (self.observer.of_code, self.of_others) if layer in by]
-            found[layer] = max([guess.working_bytes, *(seen or [guess.code_bytes])])
+            found[layer] = max([estimate.working_bytes, *(seen or [estimate.code_bytes])])
         return found
 
     def _stretch(self, fewest: int) -> tuple[float, float]:

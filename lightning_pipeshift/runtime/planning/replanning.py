@@ -35,7 +35,7 @@ from lightning_pipeshift.plan.inputs.profile import (
 from lightning_pipeshift.plan.inputs.profile_fitting import (
     RankFigures,
     Times,
-    guesses_by_kind,
+    estimates_by_kind,
     profile_of,
 )
 from lightning_pipeshift.plan.inputs.topology import Topology
@@ -149,7 +149,7 @@ class Replanning:
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._kinds: Sequence[int] = ()
-        self._guesses: dict[int, Times] = {}
+        self._estimates: dict[int, Times] = {}
         self._samples, self._batch_bytes = 1.0, 0
         # The samples of a virtual machine's batch, the largest so far; 0: not known yet.
         self._batch_samples = 0.0
@@ -215,7 +215,7 @@ class Replanning:
         self,
         gates: Sequence[NamedLayer],
         crossings: Sequence[Crossing],
-        guesses: dict[int, Figures],
+        estimates: dict[int, Figures],
         optimizers: Sequence[Optimizer] | None,
         samples: float,
         held_bytes: int,
@@ -228,7 +228,7 @@ class Replanning:
         Args:
             gates: of the layers, in call order.
             crossings: what crosses the boundary behind each of them.
-            guesses: the estimates of a stopwatch.
+            estimates: those of a stopwatch.
             optimizers: those of the run; ``None``: not known yet.
             samples: their number in the first microbatch.
             held_bytes: the device memory that the model takes now.
@@ -241,7 +241,7 @@ class Replanning:
             self._cluster = probed.cluster
             self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
-        self.profiler.guesses = guesses
+        self.profiler.estimates = estimates
         # Trying them takes a while; without measurements no plan asks for their memory.
         updates = update_memory((optimizers or ()) if self.measures else (), self._device)
         self._updates_at_once = updates.at_once
@@ -345,8 +345,8 @@ class Replanning:
         microbatches = self._settings.num_microbatches(topology.stages_per_vm)
         if self._kinds:
             # Until here they were those of bytes.
-            self._guesses = guesses_by_kind(figures, self._kinds) | self._guesses
-            figures = [replace(mine, guesses=self._guesses) for mine in figures]
+            self._estimates = estimates_by_kind(figures, self._kinds) | self._estimates
+            figures = [replace(mine, estimates=self._estimates) for mine in figures]
         profile, cluster = profile_of(
             self._layers, self._cluster, figures, self._samples, microbatches
         )

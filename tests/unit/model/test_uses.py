@@ -61,23 +61,19 @@ def test_substitution_is_undone_even_after_an_error():
 
 def test_who_uses_which_parameter():
     net = Net()
-    touched = {id(net.norm.weight): {1}}
-    uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
+    uses = {use.name: use for use in parameter_uses(net, net.layers)}
     assert list(uses) == [name for name, _ in net.named_parameters()]
 
     own = uses["a.bias"]
-    assert (own.layers, own.used_in, own.everywhere, own.is_shared) == ((0,), (0,), False, False)
+    assert (own.layers, own.everywhere, own.is_shared) == ((0,), False, False)
     tied = uses["a.weight"]
     assert (tied.layers, tied.everywhere, tied.is_shared) == ((0, 1), False, True)
-    assert (tied.used_in, tied.is_tied) == ((0, 1), True)
+    assert tied.is_tied
     assert len(tied.slots) == 2
     loose = uses["scale"]
-    assert (loose.layers, loose.used_in) == ((), ())
+    assert loose.layers == ()
     assert loose.everywhere
     assert loose.is_shared
-    direct = uses["norm.weight"]
-    assert (direct.layers, direct.used_in) == ((2,), (1, 2))
-    assert direct.everywhere
 
 
 @pytest.mark.parametrize(
@@ -86,13 +82,12 @@ def test_who_uses_which_parameter():
         ([0, 0, 1], 2, {"a.weight": [0], "a.bias": [0], "norm.bias": [1], "scale": [0, 1]}),
         ([0, 1, 1], 2, {"a.weight": [0, 1], "a.bias": [0], "norm.bias": [1], "scale": [0, 1]}),
         ([0, 2, 2], 3, {"a.weight": [0, 2], "norm.bias": [2], "scale": [0, 1, 2]}),
-        ([1, 1, 1], 3, {"a.weight": [1], "norm.weight": [0, 1, 2]}),
+        ([1, 1, 1], 3, {"a.weight": [1], "norm.weight": [1]}),
     ],
 )
 def test_who_holds_a_parameter(stage_of, num_stages, expected):
     net = Net()
-    touched: Any = {id(net.norm.weight): set()}
-    uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
+    uses = {use.name: use for use in parameter_uses(net, net.layers)}
     assert {name: uses[name].holders(stage_of, num_stages) for name in expected} == expected
 
 
@@ -223,10 +218,7 @@ def copied_pairs(root: nn.Module, called: list[str]) -> set[tuple[str, str]]:
     names = [name for name, module in root.named_children() if list(module.parameters())]
     indices = {names.index(name) for name in called}
     name_of = {id(module): name for name, module in root.named_modules()}
-    uses = parameter_uses(root, layers, {}, indices)
-    for use in uses:
-        # What is shared is summed over its own layers; the copy's adds nothing.
-        assert set(use.used_in) <= set(use.layers)
+    uses = parameter_uses(root, layers, indices)
     return {(name_of[id(a)], name_of[id(b)]) for a, b in copies_in(root, uses, indices)}
 
 
@@ -245,8 +237,8 @@ def test_copies_are_known_by_their_structure():
     root.teacher = AveragedModel(student)
     assert copied_pairs(root, ["student", "head"]) == {("teacher.module", "student")}
     layers: Any = [root.student, root.teacher]
-    use = parameter_uses(root, layers, {}, {0})[0]
-    assert (use.name, use.layers, use.used_in) == ("student.0.weight", (0, 1), (0,))
+    use = parameter_uses(root, layers, {0})[0]
+    assert (use.name, use.layers) == ("student.0.weight", (0, 1))
     assert use.holders([0, 1], 3) == [0, 1]
 
 

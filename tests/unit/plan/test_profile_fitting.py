@@ -6,7 +6,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import (
     RankFigures,
-    guesses_by_kind,
+    estimates_by_kind,
     profile_of,
 )
 
@@ -34,7 +34,7 @@ def slower(factor, of_layers):
 
 
 def test_guesses_alone():
-    profile, machines = found("XX", RankFigures(guesses=EQUAL), RankFigures(guesses=EQUAL))
+    profile, machines = found("XX", RankFigures(estimates=EQUAL), RankFigures(estimates=EQUAL))
     assert profile.kinds["X"].forward == (1.0, 1.0, 2.0, 3.0)
     assert profile.kinds["X"].backward == (2.0, 2.0, 4.0, 6.0)
     assert [device.speed for device in machines.devices] == [1.0, 1.0]
@@ -42,28 +42,28 @@ def test_guesses_alone():
 
 
 def test_a_slow_device_of_a_kind_has_a_speed():
-    figures = [RankFigures(guesses=slower(factor, EQUAL)) for factor in (1, 1, 4)]
+    figures = [RankFigures(estimates=slower(factor, EQUAL)) for factor in (1, 1, 4)]
     profile, machines = found("XXX", *figures)
     assert [device.speed for device in machines.devices] == [1.0, 1.0, 0.25]
     assert profile.times_on(machines.devices[2]).forward == (4.0, 4.0, 8.0, 12.0)
 
 
 def test_speeds_that_are_noise_are_equal():
-    figures = [RankFigures(guesses=slower(factor, EQUAL)) for factor in (1.0, 1.02, 0.98)]
+    figures = [RankFigures(estimates=slower(factor, EQUAL)) for factor in (1.0, 1.02, 0.98)]
     assert [d.speed for d in found("XXX", *figures)[1].devices] == [1.0, 1.0, 1.0]
 
 
 def test_each_kind_has_times_of_its_own():
-    figures = [RankFigures(guesses=EQUAL), RankFigures(guesses=slower(3, EQUAL))]
+    figures = [RankFigures(estimates=EQUAL), RankFigures(estimates=slower(3, EQUAL))]
     profile, machines = found("XY", *figures)
     assert profile.kinds["Y"].forward == (3.0, 3.0, 6.0, 9.0)
     assert [device.speed for device in machines.devices] == [1.0, 1.0]
 
 
 def test_what_training_measured_goes_before_guesses():
-    first = RankFigures(guesses=EQUAL, times=times(a=(2.0, 3.0), b=(1.0, 3.0)))
-    last = RankFigures(guesses=EQUAL, times=times(c=(2.0, 4.0), d=(3.0, 6.0)))
-    # The first takes 9 where 6 were guessed, the last what was guessed: 1.5 and 1, the middle 1.25.
+    first = RankFigures(estimates=EQUAL, times=times(a=(2.0, 3.0), b=(1.0, 3.0)))
+    last = RankFigures(estimates=EQUAL, times=times(c=(2.0, 4.0), d=(3.0, 6.0)))
+    # The first takes 9 where 6 were estimated, the last what was estimated: 1.5 and 1, the middle 1.25.
     profile, machines = found("XX", first, last)
     speeds = [device.speed for device in machines.devices]
     assert speeds == pytest.approx([1.25 / 1.5, 1.25])
@@ -75,17 +75,17 @@ def test_what_training_measured_goes_before_guesses():
 
 def test_a_layer_that_nobody_could_try_goes_by_its_parameters():
     tried = times(a=(1.0, 2.0), b=(1.0, 2.0))
-    profile, _ = found("X", RankFigures(guesses=tried))
+    profile, _ = found("X", RankFigures(estimates=tried))
     assert profile.kinds["X"].forward == (1.0, 1.0, 2.0, 4.0)
     nothing, _ = found("X", RankFigures())
     assert nothing.kinds["X"].forward == (0.0, 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("guesses", [EQUAL, slower(2, EQUAL)])
-def test_a_stage_without_layers_keeps_the_speed_that_it_had(guesses):
-    own = RankFigures(guesses=guesses, times=EQUAL)
+@pytest.mark.parametrize("estimates", [EQUAL, slower(2, EQUAL)])
+def test_a_stage_without_layers_keeps_the_speed_that_it_had(estimates):
+    own = RankFigures(estimates=estimates, times=EQUAL)
     # It was as fast as the other when it was tried, and half as fast when it had layers.
-    drained = RankFigures(guesses=guesses, earlier=slower(2, times(d=EQUAL[3])))
+    drained = RankFigures(estimates=estimates, earlier=slower(2, times(d=EQUAL[3])))
     _, machines = found("XX", own, drained)
     one, two = (device.speed for device in machines.devices)
     assert one / two == pytest.approx(2.0)
@@ -94,8 +94,8 @@ def test_a_stage_without_layers_keeps_the_speed_that_it_had(guesses):
 @pytest.mark.parametrize(("slowdown", "speed"), [(1.0, 1.0), (4.0, 0.25)])
 def test_a_stage_without_layers_that_is_measured_again(slowdown, speed):
     # In training, everything takes a quarter more than before it.
-    there = RankFigures(guesses=EQUAL, times=slower(1.25, EQUAL))
-    again = RankFigures(guesses=EQUAL, slowdown=slowdown)
+    there = RankFigures(estimates=EQUAL, times=slower(1.25, EQUAL))
+    again = RankFigures(estimates=EQUAL, slowdown=slowdown)
     profile, machines = found("XXX", there, there, again)
     assert profile.kinds["X"].forward == (1.25, 1.25, 2.5, 3.75)
     assert [device.speed for device in machines.devices] == [1.0, 1.0, speed]
@@ -113,35 +113,35 @@ def test_a_stage_without_layers_that_is_measured_again(slowdown, speed):
     ],
 )
 def test_a_stage_that_gave_layers_away_is_as_slow_as_the_evidence_says(evidence, speed):
-    others = RankFigures(guesses=EQUAL, times=EQUAL)
-    held = RankFigures(guesses=EQUAL, **{"times": times(a=(1.0, 2.0)), **evidence})
+    others = RankFigures(estimates=EQUAL, times=EQUAL)
+    held = RankFigures(estimates=EQUAL, **{"times": times(a=(1.0, 2.0)), **evidence})
     _, machines = found("XXX", others, others, held)
     assert [device.speed for device in machines.devices] == pytest.approx([1.0, 1.0, speed])
 
 
 def test_layers_of_a_rank_that_counts_as_slow_are_no_cheaper_than_others():
     """It ran its own at full speed, as with little to do it is within its quota."""
-    others = RankFigures(guesses=EQUAL, times=EQUAL)
-    held = RankFigures(guesses=EQUAL, times=times(d=EQUAL[3]), earlier=slower(4, EQUAL))
+    others = RankFigures(estimates=EQUAL, times=EQUAL)
+    held = RankFigures(estimates=EQUAL, times=times(d=EQUAL[3]), earlier=slower(4, EQUAL))
     profile, machines = found("XXX", others, others, held)
     assert [device.speed for device in machines.devices] == pytest.approx([1.0, 1.0, 0.25])
     assert profile.kinds["X"].forward == pytest.approx([EQUAL[n][0] for n in range(4)])
-    alone = RankFigures(guesses=EQUAL, times=times(a=EQUAL[0], b=EQUAL[1], c=EQUAL[2]))
+    alone = RankFigures(estimates=EQUAL, times=times(a=EQUAL[0], b=EQUAL[1], c=EQUAL[2]))
     profile, _ = found("XX", alone, held)
     first, *_, last = profile.kinds["X"].forward
     assert last / first == pytest.approx(EQUAL[3][0] / EQUAL[0][0])
 
 
 def test_a_slowness_that_a_probe_and_the_layers_show_counts_once():
-    others = RankFigures(guesses=EQUAL, times=EQUAL)
-    held = RankFigures(guesses=EQUAL, times=slower(3, times(d=EQUAL[3])), slowdown=4.0)
+    others = RankFigures(estimates=EQUAL, times=EQUAL)
+    held = RankFigures(estimates=EQUAL, times=slower(3, times(d=EQUAL[3])), slowdown=4.0)
     _, machines = found("XX", others, held)
     one, two = (device.speed for device in machines.devices)
     assert one / two == pytest.approx(4.0)
 
 
 def test_what_an_action_takes_besides_layers():
-    common = {"guesses": EQUAL, "times": EQUAL}
+    common = {"estimates": EQUAL, "times": EQUAL}
     figures = [
         RankFigures(**common, extra=(0.1, 0.2)),
         RankFigures(**common, extra=(0.3, 0.4)),
@@ -177,7 +177,7 @@ def test_bytes_are_those_of_whoever_knows():
 
 
 def test_what_layers_take_for_a_moment_is_the_most_that_any_rank_has_seen():
-    figures = [RankFigures(guesses=EQUAL, working_bytes={0: n, 2: 5}) for n in (3, 4)]
+    figures = [RankFigures(estimates=EQUAL, working_bytes={0: n, 2: 5}) for n in (3, 4)]
     profile, _ = found("XX", *figures)
     assert [layer.working_bytes for layer in profile.layers] == [4, 0, 5, 0]
 
@@ -190,14 +190,14 @@ def test_estimates_of_layers_of_one_kind_tell_how_fast_ranks_are() -> None:
         RankFigures({}, {0: (1.0, 2.0), 1: (1.0, 2.0), 2: (5.0, 5.0)}),
         RankFigures({}, {3: (3.0, 6.0), 4: (3.0, 6.0), 5: (6.0, 9.0)}),
     ]
-    guesses = guesses_by_kind(figures, [7, 7, 8, 7, 7, 9])
-    assert guesses == {
+    estimates = estimates_by_kind(figures, [7, 7, 8, 7, 7, 9])
+    assert estimates == {
         **dict.fromkeys((0, 1, 3, 4), (2.0, 4.0)),
         2: (10.0, 10.0),
         5: (4.0, 6.0),
     }
     ratios = [
-        sum(map(sum, mine.times.values())) / sum(sum(guesses[n]) for n in mine.times)
+        sum(map(sum, mine.times.values())) / sum(sum(estimates[n]) for n in mine.times)
         for mine in figures
     ]
     assert ratios == [0.5, 1.5]

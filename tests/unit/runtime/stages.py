@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
@@ -54,10 +54,8 @@ def connect(
     if has_devices:
         let_gloo_stand_in()
         devices = ProcessGroups("nccl", CPU, board.watched)
-        connect_devices(devices, [ranks])
         devices.want(Purpose.SHARED, combinations(ranks, 2))
     channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
-    channels.open_lines()
     channels.share_memory(address_here(CPU) if shares_memory else None)
     assert groups.bulk is not None
     sockets = groups.pipeline.sockets | groups.bulk.sockets

@@ -1,15 +1,9 @@
 from typing import Any
 
-import pytest
 import torch
 
-from lightning_pipeshift.runtime.comm.channels import Direction
-from lightning_pipeshift.runtime.comm.specs import spec_of
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
-
-# Through gloo, or through memory that the ranks share.
-WAYS = pytest.mark.parametrize("shares", [False, True], ids=["sent", "shared memory"])
 
 
 def kinds() -> dict[str, torch.Tensor]:
@@ -34,102 +28,6 @@ def kinds() -> dict[str, torch.Tensor]:
         "empty": torch.empty(0, 4),
         "empty in the middle": torch.empty(3, 0, 2, dtype=torch.int32),
     }
-
-
-def pass_tensors_along(direction: Direction, shares: bool) -> list[tuple[Any, ...]]:
-    """From the first stage to the last, or back; each stage in between sends on what it got."""
-    channels, _ = connect(shares_memory=shares)
-    tensors = list(kinds().values())
-    specs = [spec_of(tensor) for tensor in tensors]
-    assert len(channels.shares_memory_with) == 2 * shares
-    step = 1 if direction is Direction.PAYLOAD else -1
-    order = list(range(channels.num_stages))[::step]
-    if channels.stage != order[0]:
-        receipts = channels.post_receive(specs, direction, channels.stage - step)
-        tensors = [receipt.wait() for receipt in receipts]
-    if channels.stage != order[-1]:
-        channels.send(tensors, specs, direction, channels.stage + step).wait()
-    return [(tensor.clone(), tuple(tensor.stride()), tensor.dtype) for tensor in tensors]
-
-
-@WAYS
-@pytest.mark.parametrize("direction", list(Direction))
-def test_tensors_of_every_kind_arrive_as_they_left(direction: Direction, shares: bool) -> None:
-    results = run_ranks(pass_tensors_along, 3, direction, shares)
-    for result in results[1:] if direction is Direction.PAYLOAD else results[:-1]:
-        for (name, sent), (tensor, stride, dtype) in zip(kinds().items(), result, strict=True):
-            assert torch.equal(tensor, sent), name
-            assert stride == sent.stride(), name
-            assert dtype == sent.dtype, name
-
-
-def send_with_other_strides() -> Any:
-    """A kernel may choose another order than the one that was recorded."""
-    channels, _ = connect()
-    tensor = torch.arange(6.0).view(2, 3)
-    spec = spec_of(torch.empty(3, 2).T)
-    if channels.stage == 0:
-        return channels.send([tensor], [spec], Direction.PAYLOAD, 1).wait()
-    (receipt,) = channels.post_receive([spec], Direction.PAYLOAD, 0)
-    received = receipt.wait()
-    return received.clone(), received.stride()
-
-
-def test_what_arrives_has_the_strides_that_it_had() -> None:
-    _, (tensor, stride) = run_ranks(send_with_other_strides, 2)
-    assert torch.equal(tensor, torch.arange(6.0).view(2, 3))
-    assert stride == (3, 1)
-
-
-def many_at_once(num: int, shares: bool) -> list[float]:
-    """Both directions at once, receives posted late, nothing waited for in between."""
-    channels, _ = connect(shares_memory=shares)
-    spec = spec_of(torch.empty(1000))
-    here, there = Direction(channels.stage), Direction(1 - channels.stage)
-    sent = [
-        channels.send(
-            [torch.full((1000,), float(n)), torch.full((1000,), -float(n))],
-            [spec] * 2,
-            here,
-            1 - channels.stage,
-        )
-        for n in range(num)
-    ]
-    receipts = [channels.post_receive([spec] * 2, there, 1 - channels.stage) for _ in range(num)]
-    found = [float(receipt.wait().sum()) / 1000 for pair in reversed(receipts) for receipt in pair]
-    for each in sent:
-        each.wait()
-    return found[::-1]
-
-
-@WAYS
-def test_many_sends_arrive_in_their_order(shares: bool) -> None:
-    num = 200
-    expected = [sign * float(n) for n in range(num) for sign in (-1, 1)]
-    assert run_ranks(many_at_once, 2, num, shares) == [expected, expected]
-
-
-def receive_first(shares: bool) -> float:
-    """Receives that are posted before the peer sends."""
-    channels, _ = connect(shares_memory=shares)
-    spec = spec_of(torch.empty(3))
-    if channels.stage == 1:
-        receipts = [channels.post_receive([spec], Direction.PAYLOAD, 0)[0] for _ in range(3)]
-        channels.send_object("ready", 0)
-        channels.settle()
-        return sum(float(receipt.wait()[0]) * 10**n for n, receipt in enumerate(receipts))
-    assert channels.receive_object(1) == "ready"
-    sent = [
-        channels.send([torch.full((3,), float(n))], [spec], Direction.PAYLOAD, 1) for n in (1, 2, 3)
-    ]
-    for each in sent:
-        each.wait()
-    return 0.0
-
-
-@WAYS
-def test_receives_posted_early(shares: bool) -> None:
-    assert run_ranks(receive_first, 2, shares) == [0.0, 321.0]
 
 
 # The first message holds 4096 bytes; a pickled `bytes` has some bytes around it.
@@ -207,16 +105,14 @@ def conjugated_and_negated() -> list[Any]:
     channels, _ = connect()
     number = torch.complex(torch.arange(3.0), torch.ones(3)).conj()
     tensors = [number, number.imag]
-    specs = [spec_of(tensor) for tensor in tensors]
     if channels.stage == 0:
-        channels.send(tensors, specs, Direction.PAYLOAD, 1).wait()
-        channels.send_tensor(number, 1)
+        for tensor in tensors:
+            channels.send_tensor(tensor, 1)
         return tensors
-    got = [receipt.wait() for receipt in channels.post_receive(specs, Direction.PAYLOAD, 0)]
-    return [*got, channels.receive_tensor(number, 0)]
+    return [channels.receive_tensor(tensor, 0) for tensor in tensors]
 
 
 def test_lazily_conjugated_and_negated_tensors() -> None:
-    _, (number, imaginary, alone) = run_ranks(conjugated_and_negated, 2)
-    assert number.tolist() == alone.tolist() == [-1j, 1 - 1j, 2 - 1j]
+    _, (number, imaginary) = run_ranks(conjugated_and_negated, 2)
+    assert number.tolist() == [-1j, 1 - 1j, 2 - 1j]
     assert imaginary.tolist() == [-1.0] * 3

@@ -37,8 +37,7 @@ def make(settled: bool = True, has_devices: bool = False) -> tuple[Net, Holdings
     channels, _ = connect(has_devices)
     net = Net()
     layers = [net.a, net.lstm, net.norm, net.c]
-    touched: Any = {id(net.scale): set()}
-    holdings = Holdings(net, parameter_uses(net, layers, touched), layers, STAGE_OF, channels)
+    holdings = Holdings(net, parameter_uses(net, layers), layers, STAGE_OF, channels)
     if settled:
         holdings.settle([], final=True, deferred=DeferredInit())
     return net, holdings, channels.stage
@@ -231,7 +230,7 @@ def test_counters_are_no_copies_and_cost_no_search(monkeypatch: pytest.MonkeyPat
     net.__dict__["kept"] = [average]
     layers = list(net)
     channels: Any = SimpleNamespace(stage=0, num_stages=1, device=torch.device("cpu"))
-    holdings = Holdings(net, parameter_uses(net, layers, {}), layers, [0, 0], channels)
+    holdings = Holdings(net, parameter_uses(net, layers), layers, [0, 0], channels)
     searches: list[None] = []
     found_copies = Holdings._found_copies
 

@@ -385,7 +385,7 @@ def exchange(order: Run, lengths: tuple[int, ...] = (10, 10, 100, 100, 100)) -> 
             source, found = link(1), []
             for length in lengths:
                 got = torch.empty(length, device=GPU)
-                source.post_receive([got]).wait()
+                source.receive([got])
                 found.append(got * 1)
                 got.zero_()
             # Not before: what its host has waited for would be told to the other one.

@@ -178,7 +178,7 @@ class OneStage:
             bulk=lambda number=0: Lane(network, number, stage, seen),
         )
         layers = list(root.layers)
-        uses = parameter_uses(root, layers, {})
+        uses = parameter_uses(root, layers)
         self.holdings = FreesByNan(root, uses, layers, list(case.stage_of), channels)
         self.holdings.settle([self.optimizer], final=True, deferred=None)
         self.holdings.acknowledged = seen.acknowledged

@@ -140,5 +140,5 @@ def test_the_change_says_what_came_and_what_is_expected() -> None:
 
 def test_waits_for_copies_do_not_make_recomputing_look_slow() -> None:
     # Under a plan that moves, layer 0 was measured with waits; layer 1 was never tried alone.
-    figures = RankFigures(guesses={0: (1.0, 2.0)}, times={0: (4.0, 1.5), 1: (3.0, 3.0)})
+    figures = RankFigures(estimates={0: (1.0, 2.0)}, times={0: (4.0, 1.5), 1: (3.0, 3.0)})
     assert figures.without_moves.times == {0: (1.0, 1.5), 1: (3.0, 3.0)}

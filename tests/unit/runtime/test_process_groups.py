@@ -162,16 +162,16 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     two_hours = timedelta(hours=2)
     lanes = Lanes(two_hours, marks={})
     groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), lanes)
-    groups.want(Purpose.PAYLOAD, [(1, 0)])
+    groups.want(Purpose.SHARED, [(1, 0)])
     groups.want(Purpose.SUMS, [(0, 1)], num_lanes=2)
     for options, timeout, handling in found:
         assert options.is_high_priority_stream
         assert options._timeout == timeout == two_hours
         assert handling == ("0" if tells_errors else "1")
-    payload, *sums = (options.config for options, _, _ in found)
-    assert payload.max_ctas == 4
+    shared, *sums = (options.config for options, _, _ in found)
+    assert shared.max_ctas == 4
     assert [config.max_ctas for config in sums] == [None, None]
-    assert payload.traffic_class == 40 << 2
+    assert shared.traffic_class == 40 << 2
     assert [config.traffic_class for config in sums] == [32 << 2, 28 << 2]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
@@ -191,7 +191,7 @@ def groups_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> ProcessGroup
     monkeypatch.setattr(process_groups, "keep_for_ever", lambda _: None)
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
     groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext())
-    groups.want(Purpose.PAYLOAD, [(0, 1), (1, 2)])
+    groups.want(Purpose.SHARED, [(0, 1), (1, 2)])
     groups.want(Purpose.SUMS, [(0, 1)])
     return groups
 
@@ -240,7 +240,7 @@ def a_link_breaks() -> str:
     channels, board = connect()
     if channels.stage == 1:
         groups = ProcessGroups("nccl", CPU, board.watched)
-        groups._groups[Purpose.PAYLOAD, (1, 2), 0] = Links()
+        groups._groups[Purpose.SHARED, (1, 2), 0] = Links()
         board.trouble = groups.error
     with pytest.raises(StageFailedError) as caught:
         channels.receive_object((channels.stage + 1) % 3)
@@ -250,7 +250,7 @@ def a_link_breaks() -> str:
 def test_an_error_of_nccl_ends_the_run_though_every_rank_is_alive() -> None:
     for reason in run_ranks(a_link_breaks, 3):
         assert reason.startswith("Rank 1 reports an error of NCCL (COMM_ERROR) between the ranks")
-        assert "1, 2, in the group for payloads, from a stage to the next" in reason
+        assert "1, 2, in the group for gradients of shared parameters" in reason
 
 
 def one_rank_fails(where: str) -> str:

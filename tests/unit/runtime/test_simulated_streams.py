@@ -646,7 +646,7 @@ def _moved(channels: Channels) -> dict[str, Tensor]:
     optimizer = torch.optim.Adam(net.parameters())
     # Each stage computes all of it once, so that its device has work to do.
     train(net, optimizer, GPU)
-    holdings = Holdings(net, parameter_uses(net, layers, {}), layers, [0, 1], channels)
+    holdings = Holdings(net, parameter_uses(net, layers), layers, [0, 1], channels)
     holdings.settle([optimizer], final=True, deferred=DeferredInit())
     errors: list[BaseException] = []
     threads = Threads("moves", errors.append)

@@ -135,10 +135,10 @@ class Run:
         monkeypatch.setattr(replanning, "time_slices", self._slices)
         self._sent: list[Any] = []
         self.ranks = [self._rank(number) for number in (0, 1)]
-        guesses = dict.fromkeys(range(NUM_LAYERS), Figures(layer, 2 * layer))
+        estimates = dict.fromkeys(range(NUM_LAYERS), Figures(layer, 2 * layer))
         nothing: Any = None
         second, first = (
-            rank.measure([], nothing, guesses, None, 1.0, 0, 0, True)
+            rank.measure([], nothing, estimates, None, 1.0, 0, 0, True)
             for rank in reversed(self.ranks)
         )
         assert second is None
