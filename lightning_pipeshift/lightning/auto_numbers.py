@@ -4,7 +4,7 @@ microbatches that a user leaves to the planner.
 Both change the bits of a run, and the number of virtual machines decides which samples a rank
 loads. So they are chosen in ``setup``, when the model is there and a checkpoint has been read, and
 before Lightning asks for any data: one batch is drawn from a copy of the user's loader, and the
-user's step is followed on it, on the virtual machines that there are until then.
+user's step runs on it as fake tensors, on the virtual machines that there are until then.
 """
 
 from __future__ import annotations

@@ -394,7 +394,7 @@ class NormalizesAWeight(LayersOfItsOwn):
 
 
 class UnfreezesInAStep(LayersOfItsOwn):
-    """By something that is not followed. Gradients were lost in the first step with others."""
+    """Gradients were lost in the first step with others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -230,7 +230,7 @@ def fail_in_a_step(how: str) -> str:
     class Fails(Trains):
         def training_step(self, batch: Any) -> Tensor:
             loss = super().training_step(batch)
-            # The first step is followed on fake tensors, too.
+            # The step has run on fake tensors, too.
             if type(loss) is Tensor and self.trainer.global_step == 2:
                 if how == "raises":
                     raise ValueError("the user's own")

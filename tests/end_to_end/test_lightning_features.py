@@ -1163,7 +1163,7 @@ class DetachesForAWhile(LayersOfItsOwn):
 
 
 class DetachesByAList(DetachesForAWhile):
-    """The length of a list is not followed."""
+    """By the length of a list."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -588,7 +588,7 @@ class SwitchesWhatLearns(Habit):
 
 
 class RegistersAHookLate(Habit):
-    """While training runs: what was followed before is not what runs now."""
+    """While training runs: what ran on fake tensors before is not what runs now."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

@@ -197,7 +197,7 @@ class Replanning:
         self._batch_samples = max(self._batch_samples, float(number))
 
     def note_results(self, num_bytes: Mapping[int, int], kinds: Sequence[int]) -> None:
-        """Takes what a step has shown of layers, where none was followed before the first one.
+        """Takes what a step has shown of layers, if none ran on fake tensors before the first.
 
         Args:
             num_bytes: of what they have returned, by layer.

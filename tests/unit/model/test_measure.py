@@ -178,11 +178,11 @@ class Refuses(nn.Module):
 
     def forward(self, x):
         if type(x) is torch.Tensor:
-            raise ValueError("made-up numbers")
+            raise ValueError("random numbers")
         return self.inner(x)
 
 
-def test_a_layer_that_refuses_made_up_inputs_is_left_out():
+def test_a_layer_that_refuses_random_inputs_is_left_out():
     model = Model(in_a_row, **linears("a c"), b=Refuses())
     names = [name for name, _ in model.named_children()]
     assert set(timed(model, X)) == {names.index("a"), names.index("c")}

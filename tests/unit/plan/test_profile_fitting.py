@@ -63,7 +63,8 @@ def test_each_kind_has_times_of_its_own():
 def test_what_training_measured_goes_before_guesses():
     first = RankFigures(estimates=EQUAL, times=times(a=(2.0, 3.0), b=(1.0, 3.0)))
     last = RankFigures(estimates=EQUAL, times=times(c=(2.0, 4.0), d=(3.0, 6.0)))
-    # The first takes 9 where 6 were estimated, the last what was estimated: 1.5 and 1, the middle 1.25.
+    # The first takes 9 where 6 were estimated, the last what was estimated: 1.5 and 1, the middle
+    # 1.25.
     profile, machines = found("XX", first, last)
     speeds = [device.speed for device in machines.devices]
     assert speeds == pytest.approx([1.25 / 1.5, 1.25])
