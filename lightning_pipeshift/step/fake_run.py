@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from lightning_pipeshift.model.execution.effects import EffectError, effects_all
 from lightning_pipeshift.model.execution.measure import Unknown
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, map_leaves
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.user_state.preserve import preserved
+from lightning_pipeshift.model.user_state.preserve import ObjectState, preserved
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.arguments import Arguments
@@ -43,6 +43,32 @@ from lightning_pipeshift.values.contract import Contract, ContractFinder
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import StepParameter, Value, run_by
+
+
+class FoundCall(NamedTuple):
+    """A layer's call.
+
+    Args:
+        layer: its number.
+        leaves: of its arguments, with :class:`Unknown` in the place of values.
+        rebuild: builds arguments of such leaves.
+        objects: the state of the objects among them when the layer was called.
+    """
+
+    layer: int
+    leaves: list[Any]
+    rebuild: Rebuild
+    objects: ObjectState
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Context in which the objects among the arguments are as the layer found them."""
+        now = ObjectState(self.leaves)
+        self.objects.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
 
 
 @dataclass
@@ -54,9 +80,7 @@ class FakeRun:
     """
 
     num_layers: int
-    calls: list[tuple[int, list[Any], Rebuild]] = field(default_factory=list)
-    """The layers that it calls; with each, the leaves of the arguments, and what builds arguments
-    from others."""
+    calls: list[FoundCall] = field(default_factory=list)
     end: str = ""
     """Why the run has ended before the step did; empty if it did not."""
     draws: bool = False
@@ -75,7 +99,7 @@ class FakeRun:
     @property
     def called(self) -> set[int]:
         """The layers that it calls."""
-        return {layer for layer, _, _ in self.calls}
+        return {call.layer for call in self.calls}
 
     def note_use(self, value: Value, stage: int, with_gradient: bool) -> None:
         """Notes that a layer, or code behind it, uses a value."""
@@ -214,10 +238,11 @@ class _Program(Microbatch):
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :class:`Microbatch`."""
         leaves, rebuild = flatten((args, kwargs))
+        objects = ObjectState(leaves)
         result = super().layer(number, args, kwargs)
         with without_torch_function_of_subclasses():
             known = [Unknown(x.shape, x.dtype) if type(x) is Value else x for x in leaves]
-        self._found.calls.append((number, known, rebuild))
+        self._found.calls.append(FoundCall(number, known, rebuild, objects))
         return result
 
     def bring(self, tensor: Tensor, stage: int, with_gradient: bool, label: str) -> Tensor | None:

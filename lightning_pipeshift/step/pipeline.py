@@ -155,7 +155,7 @@ class ValuePipeline(Pipeline):
         found = self._run_without_values(key, step, batch)
         calls = [found.calls]
         while found.draws and len(calls) < _MOST_DRAWS:
-            if len({layer for each in calls for layer, _, _ in each}) == len(self._layers):
+            if len({call.layer for each in calls for call in each}) == len(self._layers):
                 break
             # Other microbatches show the places of layers that this one skips at random.
             again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
@@ -163,7 +163,7 @@ class ValuePipeline(Pipeline):
         # Every rank has run its own batch; what the first rank has found counts.
         order = self.replicas.world.share_object(
             call_order(
-                merged_order([[layer for layer, _, _ in each] for each in calls]), len(self._layers)
+                merged_order([[call.layer for call in each] for each in calls]), len(self._layers)
             ),
             source=0,
         )
@@ -229,9 +229,10 @@ class ValuePipeline(Pipeline):
         """The times of layers, on random data of the shapes that they are called with."""
         stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
         with torch.inference_mode(False), without_compiling():
-            for layer, leaves, rebuild in found.calls:
-                with preserved(self._layers[layer].layer.modules()):
-                    stopwatch.observe_call(self._layers[layer], leaves, rebuild)
+            for call in found.calls:
+                each = self._layers[call.layer]
+                with preserved(each.layer.modules()), call.as_called():
+                    stopwatch.observe_call(each, call.leaves, call.rebuild)
         return stopwatch.figures
 
     @property

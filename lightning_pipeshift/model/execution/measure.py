@@ -22,7 +22,7 @@ from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substitute
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
-from lightning_pipeshift.model.user_state.preserve import Arguments
+from lightning_pipeshift.model.user_state.preserve import ObjectState
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
@@ -142,7 +142,7 @@ class Stopwatch:
                     inputs = [self._random_like(leaf, trains) for leaf in leaves]
                     args, kwargs = rebuild(inputs)
                     # A layer may add to its arguments: a cache of keys and values.
-                    before = Arguments(args, kwargs)
+                    before = ObjectState(args, kwargs)
                     # Counting takes time; the best of several runs excludes it.
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     # The last run, when the device is warm: each operation is timed.
@@ -191,7 +191,7 @@ class Stopwatch:
         with live:
             live.note(inputs)
             args, kwargs = rebuild(inputs)
-            before = Arguments(args, kwargs)
+            before = ObjectState(args, kwargs)
             try:
                 output: Any = gate.run(*args, **kwargs)
             finally:

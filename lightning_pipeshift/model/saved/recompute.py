@@ -45,7 +45,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     SavedTable,
     resident_in,
 )
-from lightning_pipeshift.model.user_state.preserve import Arguments
+from lightning_pipeshift.model.user_state.preserve import ObjectState
 
 Ambient = Callable[[], AbstractContextManager[object]]
 
@@ -154,7 +154,7 @@ class RecomputedRegion(LayerCall):
         self._places = [places[id(leaf)] for leaf in leaves]
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
         self._objects = [leaf for leaf in unique.values() if not are_values([leaf])]
-        self._before = Arguments(*self._objects) if self._objects else None
+        self._before = ObjectState(*self._objects) if self._objects else None
         self._slots = slots_of(gate.layer)
         # Its parameters are kept anyway, so a view of one takes no memory.
         self._parameters = {
@@ -309,7 +309,7 @@ class RecomputedRegion(LayerCall):
                 stack.enter_context(self._buffers.in_place())
             if self._before is not None:
                 # The layer may have added to its arguments: a cache of keys and values.
-                stack.callback(Arguments(*self._objects).put_back)
+                stack.callback(ObjectState(*self._objects).put_back)
                 self._before.put_back()
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])

@@ -36,9 +36,8 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
     of user code among them, and the variables of the Python modules that define these classes. The
     objects themselves remain the same.
 
-    The values of tensors are not restored; a mode prevents writes to them (see
-    :mod:`~lightning_pipeshift.model.user_state.isolation`). State outside of the process is not
-    restored. Gets the iterators among the objects: what they have yielded cannot be put back.
+    The values of tensors are not restored, nor is state outside of the process. Gets the iterators
+    among the objects: what they have yielded cannot be put back.
     """
     undo = _Undo()
     modules = list(modules)
@@ -54,12 +53,12 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
         undo.undo()
 
 
-class Arguments:
-    """The state of a call's arguments, to be restored before a second call: for example a cache of
-    keys and values that the first call has extended. The values of tensors are not restored.
+class ObjectState:
+    """The state of objects, to be restored: for example of a cache of keys and values, before a
+    second call of a layer that extends it. The values of tensors are not restored.
 
     Args:
-        values: the arguments.
+        values: the objects.
     """
 
     def __init__(self, *values: Any) -> None:

@@ -49,9 +49,9 @@ def test_calls_their_inputs_and_what_crosses_the_boundaries() -> None:
     model = Model()
     found = run(model, lambda x: model(x).mean())
     assert found.end == ""
-    assert [layer for layer, _, _ in found.calls] == [2, 3, 0]
+    assert [call.layer for call in found.calls] == [2, 3, 0]
     assert found.called == {0, 2, 3}
-    (batch, *_), (hidden, *_), _ = (leaves for _, leaves, _ in found.calls)
+    (batch, *_), (hidden, *_), _ = (call.leaves for call in found.calls)
     assert isinstance(batch, Tensor)
     assert (hidden.shape, hidden.dtype) == ((5, 8), torch.float32)
     in_order = run(model, lambda x: model(x).mean(), order=(2, 3, 0, 1))
