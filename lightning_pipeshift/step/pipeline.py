@@ -314,7 +314,7 @@ class ValuePipeline(Pipeline):
         if self._known is not None:
             self.core.learn_from(self._known)
             self._known = None
-        self.core.calls = self.calls
+        self.core.calls, self.core.gates = self.calls, self._layers
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
             # Optimizers step in the middle of a step: one stage has the state of each parameter.

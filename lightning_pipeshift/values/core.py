@@ -30,6 +30,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.calls import CallWatch
@@ -159,6 +160,8 @@ class Core:
         """The context of code in which no one watches attributes of modules."""
         self.calls: CallWatch | None = None
         """Is told of all calls."""
+        self.gates: Sequence[NamedLayer] = ()
+        """The layers by their numbers, if their weights may be elsewhere while they wait."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 

@@ -277,6 +277,8 @@ class Microbatch(Calls):
                 # The second run, in the backward, needs the tensors of other stages, too.
                 forward = partial(_called_with, layer, forward, others) if others else forward
                 forward = run_twice(layer, forward, state, again)
+            if core.gates and core.gates[number].weights is not None:
+                forward = partial(core.gates[number].run_by, forward)
             if recomputes:
                 forward = partial(checkpoint, forward, use_reentrant=False)
             elif saves is not None:

@@ -111,14 +111,11 @@ class Saves:
         if self._code is not None:
             self._code.end(leaves_of((args, kwargs)))
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return gate.run_by(forward, *args, **kwargs)
-
         # A model with hooks of its own handles saved tensors itself.
         if torch.is_grad_enabled() and are_alone():
-            output = self._saved(gate, run, args, kwargs)
+            output = self._saved(gate, forward, args, kwargs)
         else:
-            output = run(*args, **kwargs)
+            output = forward(*args, **kwargs)
         results = leaves_of(output)
         if self._store is not None:
             self.where.leave(gate.name, results)

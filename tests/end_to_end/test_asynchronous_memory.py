@@ -19,8 +19,8 @@ from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
-from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent
-from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.plan.schedule.asynchronous import shared_copies, weight_versions
+from lightning_pipeshift.runtime.comm.messages import Message
 from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous
@@ -411,21 +411,20 @@ def test_a_stage_holds_what_the_planner_counts(
             assert {one.weights for one in found[5 : NUM_BATCHES - 1]} == {most * owned}
 
 
-def most_sent(cases: Sequence[test_asynchronous.Case]) -> list[int]:
-    """For each run, how many gradients of the tied weights were on their way from here at most."""
-    post, alive = Lane.post_values, Alive()
+def most_received(cases: Sequence[test_asynchronous.Case]) -> list[int]:
+    """For each run, how many copies of the tied weights this stage had received at most."""
+    tensor, alive = Message.tensor, Alive()
     size, most = test_asynchronous.WIDTH**2 * 4, 0
 
-    def counted(lane: Lane, values: Mapping[Any, Any], to: int) -> Any:
+    def counted(message: Message, *args: Any) -> Any:
         nonlocal most
-        found = post(lane, values, to)
-        for value in values.values():
-            if isinstance(value, Tensor) and value.nbytes == size:
-                alive.add(value)
+        found = tensor(message, *args)
+        if isinstance(found, Tensor) and found.shape == 2 * (test_asynchronous.WIDTH,):
+            alive.add(found)
         most = max(most, alive.num_bytes // size)
         return found
 
-    Lane.post_values = counted  # type: ignore[assignment,method-assign]
+    Message.tensor = counted  # type: ignore[assignment,method-assign]
     numbers = []
     for case in cases:
         most, alive = 0, Alive()
@@ -434,16 +433,22 @@ def most_sent(cases: Sequence[test_asynchronous.Case]) -> list[int]:
     return numbers
 
 
-def test_gradients_of_tied_weights_on_their_way_are_what_the_planner_counts() -> None:
-    """On the first stage that has the weights, and on the other one."""
+def test_the_planner_counts_copies_of_tied_weights() -> None:
+    """The first stage that has the weights trains them, and gets their gradients; the other one has
+    a copy for each minibatch in flight.
+    """
     kinds = [("async", 1), ("async", 2), ("async-2bw", 4)]
     cases = [
         test_asynchronous.Case([2, 2, 1, 1], *kind, shares=True, num_batches=24) for kind in kinds
     ]
-    first, _, other, _ = run_ranks(most_sent, 4, cases)
-    for kind, *found in zip(kinds, first, other, strict=True):
-        counted = gradients_sent(kind[0], 4, kind[1])
-        assert found == [counted[0][0], counted[2][1]]
+    first, _, other, _ = run_ranks(most_received, 4, cases)
+    assert first == [1, 1, 1]
+    for kind, found in zip(kinds, other, strict=True):
+        pipeline = kind[0], 4, kind[1]
+        # In place of the versions and the gradient that the planner counts of all other weights.
+        copies, versions = shared_copies(*pipeline)[2][1], weight_versions(*pipeline)[2]
+        assert found <= copies + versions - 1
+        assert found == 2
 
 
 def test_a_move_frees_weights_and_optimizer_state_at_the_old_owner() -> None:

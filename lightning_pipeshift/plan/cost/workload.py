@@ -22,7 +22,7 @@ from lightning_pipeshift.plan.cost.simulator import Clock, Costs, Timeline, cloc
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.schedule.asynchronous import (
-    gradients_sent,
+    shared_copies,
     updates_per_backward,
     weight_versions,
 )
@@ -93,8 +93,8 @@ class Workload:
         optimizer_bytes: (L,) the part of it that is the optimizer's state.
         waiting_bytes: (L,) the part of it that is weights which may wait in host memory.
         weight_bytes: (L,) of each further version of its trained weights.
-        sent_bytes: (2, L) of each gradient on its way to other stages whose layers share its
-            weights: of the first of these layers, and of the others.
+        sent_bytes: (2, L) of weights that several layers share: of the first of these layers, and
+            of the others.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
         outside_bytes: (L,) the part of both that recomputation does not restore: what code around
@@ -179,8 +179,8 @@ class Workload:
         """(S, L): held for each layer on each stage regardless of the microbatches in flight."""
         pipeline = self.schedule, self.num_stages, self.num_accumulated
         stashed = np.array(self.num_versions)[:, None] - 1
-        sent = np.array(gradients_sent(*pipeline)) @ self.sent_bytes
-        held: Numbers = self.static_bytes + stashed * self.weight_bytes + sent
+        copies = np.array(shared_copies(*pipeline)) @ self.sent_bytes
+        held: Numbers = self.static_bytes + stashed * self.weight_bytes + copies
         return held
 
     @property

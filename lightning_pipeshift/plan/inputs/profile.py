@@ -109,8 +109,7 @@ class SharedWeights:
 
     Args:
         layers: those whose modules have them, in call order.
-        sent_bytes: the memory of the device for each of their gradients that is on its way to
-            another stage.
+        sent_bytes: those of them that are sent with each minibatch of an asynchronous schedule.
         num_bytes: their values.
         is_trained: whether they have gradients.
         everywhere: whether every stage holds them, as code between layers uses them.

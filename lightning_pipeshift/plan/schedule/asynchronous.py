@@ -97,26 +97,28 @@ def weight_versions(schedule: str, num_stages: int, num_accumulated: int = 1) ->
     return (2 if schedule == "async-2bw" else 1,) * num_stages
 
 
-def gradients_sent(
+def shared_copies(
     schedule: str, num_stages: int, num_accumulated: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """How many gradients of a parameter that several stages share each stage holds at most on their
-    way to the others: sums, if it is the first of these stages, and its own parts of them, if it is
-    another one.
+    """How many copies of a parameter that several stages share each stage holds at most in addition
+    to those of its own parameters: if it is the first of these stages, and if it is another one.
 
-    The first stage has the gradient of a minibatch when all others have run its forward, so they
-    have taken the sums that it needed. In front of its forward of ``k``, stage 0 has taken the
-    parts of minibatch ``k - num_stages``, and a later one has taken more.
+    The first stage trains it, sends its values with each minibatch, and receives the gradient. The
+    others have a copy for each minibatch in flight, and neither old versions nor gradients of their
+    own.
 
     Args:
-        schedule: by name; with a synchronous one, stages wait for the gradients.
+        schedule: by name; with a synchronous one, all of them train it.
         num_stages: of the pipeline.
         num_accumulated: how many minibatches make an update.
     """
     if schedule not in ("async", "async-2bw"):
         return ((0, 0),) * num_stages
-    sums = (-(-(num_stages - stage) // num_accumulated) for stage in range(num_stages))
-    return tuple((most, stage + 1) for stage, most in enumerate(sums))
+    versions = weight_versions(schedule, num_stages, num_accumulated)
+    return tuple(
+        (1, max(0, num_stages - stage - num_versions + 1))
+        for stage, num_versions in enumerate(versions)
+    )
 
 
 def updates_per_backward(schedule: str, num_stages: int, num_accumulated: int = 1) -> float:

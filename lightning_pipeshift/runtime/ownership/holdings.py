@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -112,7 +111,7 @@ class Holdings:
         self._shown: dict[int, Tensor] = {}
         self._are_shown = False
         self._holders: dict[int, list[int]] = {}
-        self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
+        self._posted: dict[tuple[str, int], list[Sent]] = {}
         """By parameter and stage, the gradients of shared parameters on their way there."""
         self._are_summed = False
         self.held: list[ParameterUse] = []
@@ -556,7 +555,6 @@ class Holdings:
         correction: float,
         sum_over_replicas: Callable[[], Collection[nn.Parameter]] | None,
         joins: bool,
-        shares: bool = True,
     ) -> None:
         """Saves the step's gradients, and restores those from before the step.
 
@@ -568,11 +566,9 @@ class Holdings:
                 parameter on its first holder. Returns the parameters whose sums come later.
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
-            shares: whether all holders of a shared parameter get its gradient now; otherwise the
-                first one has it, and no stage waits for an earlier one.
         """
         if not self._are_summed:
-            self.sum_shared(waits=shares)
+            self.sum_shared()
         self._replaces = joins or self._adds
         if joins:
             self._join(correction)
@@ -580,8 +576,7 @@ class Holdings:
         late: set[int] = set()
         if sum_over_replicas is not None:
             late.update(map(id, sum_over_replicas()))
-        if shares:
-            self.pass_shared_around()
+        self.pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient = use.parameter.grad
@@ -700,12 +695,9 @@ class Holdings:
         held = {id(use.parameter) for use in self.held}
         return [use.parameter for use in self.uses if id(use.parameter) not in held]
 
-    def sum_shared(self, waits: bool = True) -> None:
+    def sum_shared(self) -> None:
         """Adds up the gradients of shared parameters from the last holder to the first, which has
         the sum.
-
-        Args:
-            waits: whether the first holder has the sum before its next forward.
         """
         self._are_summed = True
         for use in self.shared:
@@ -715,12 +707,12 @@ class Holdings:
             place = holders.index(self.stage)
             start = None
             if self.stage != holders[-1]:
-                start = self._receive_optional(use, holders[place + 1], waits)
+                start = self._receive_optional(use, holders[place + 1])
             total, use.parameter.grad = use.parameter.grad, None
             if start is not None:
                 total = start if total is None else added(start, total)
             if place:
-                self._send_optional(use.name, total, holders[place - 1], waits)
+                self._send_optional(use.name, total, holders[place - 1])
             elif total is not None:
                 use.parameter.grad = total if is_alone(total) else total.clone()
 
@@ -743,19 +735,16 @@ class Holdings:
             else:
                 use.parameter.grad = self._receive_optional(use, first)
                 # Whoever has sent the sum has received this stage's part: that is freed now.
-                for (name, _), posted in self._posted.items():
-                    while name == use.name and posted:
-                        for sent in posted.popleft():
-                            sent.wait()
+                for key in [key for key in self._posted if key[0] == use.name]:
+                    for sent in self._posted.pop(key):
+                        sent.wait()
 
-    def _send_optional(self, name: str, tensor: Tensor | None, to: int, waits: bool = True) -> None:
-        if to < self.stage and not (waits and self.channels.is_direct(to)):
-            posted = self._posted.setdefault((name, to), deque())
-            # In front of its last forward, the earlier stage has taken all before these.
-            while len(posted) > (0 if waits else self.stage - to):
-                for sent in posted.popleft():
-                    sent.wait()
-            posted.append(self.channels.shared.post_values({"": tensor}, to))
+    def _send_optional(self, name: str, tensor: Tensor | None, to: int) -> None:
+        if to < self.stage and not self.channels.is_direct(to):
+            # The earlier stage has taken those before.
+            for sent in self._posted.pop((name, to), ()):
+                sent.wait()
+            self._posted[name, to] = self.channels.shared.post_values({"": tensor}, to)
             return
         lane: Lane = self.channels
         if to < self.stage:
@@ -767,10 +756,8 @@ class Holdings:
         if tensor is not None:
             self.channels.post_on_device(tensor, to)
 
-    def _receive_optional(
-        self, use: ParameterUse, source: int, waits: bool = True
-    ) -> Tensor | None:
-        if source > self.stage and not (waits and self.channels.is_direct(source)):
+    def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
+        if source > self.stage and not self.channels.is_direct(source):
             ((_, received),) = self.channels.shared.receive_values(source)
             return received.to(self.device) if received is not None else None
         lane = self.channels.shared if source > self.stage else self.channels

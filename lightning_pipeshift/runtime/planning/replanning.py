@@ -40,7 +40,7 @@ from lightning_pipeshift.plan.inputs.profile_fitting import (
 )
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.boundaries import Crossing
-from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
+from lightning_pipeshift.plan.schedule.asynchronous import shared_copies, weight_versions
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -416,10 +416,10 @@ class Replanning:
             found += layer.static_bytes + num_more * layer.gradient_bytes
             found -= layer.optimizer_bytes if index in on_host else 0
             found -= layer.waiting_bytes if index in waiting else 0
-        sums, parts = gradients_sent(*pipeline)[stage]
+        as_first, as_other = shared_copies(*pipeline)[stage]
         for shared in self.shared:
             for place, user in enumerate(shared.layers):
-                found += (user in own) * (parts if place else sums) * shared.sent_bytes
+                found += (user in own) * (as_other if place else as_first) * shared.sent_bytes
         return found
 
     def room_bytes(self, plan: Plan, vm: int, stage: int, layers: Iterable[int]) -> int:

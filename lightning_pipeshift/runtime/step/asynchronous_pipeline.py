@@ -21,10 +21,7 @@ from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.shared_updates import (
-    SharedUpdates,
-    require_same_sharers,
-)
+from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
@@ -91,7 +88,6 @@ class AsynchronousPipeline(Pipeline):
         self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
         self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
-        self._shared_updates: SharedUpdates
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
 
@@ -223,7 +219,6 @@ class AsynchronousPipeline(Pipeline):
         number, update = self._minibatches.next, self._minibatches.versions.update
         moving = self._live.layers
         plan, late = self._live.before_turn(number, update, ends_update)
-        late += self._shared_updates.due(number)
         if plan is not None:
             self._come_into_force(plan)
         if plan is not None or moving != self._live.layers:
@@ -320,7 +315,7 @@ class AsynchronousPipeline(Pipeline):
         """
         if self._minibatches is None:
             return []
-        late = self._live.settle(self._minibatches.next) + self._shared_updates.rest()
+        late = self._live.settle(self._minibatches.next)
         self._follow_with_memory()
         return late
 
@@ -334,7 +329,6 @@ class AsynchronousPipeline(Pipeline):
         assert self._minibatches is not None
         assert self.holdings is not None
         if minibatch is not None:
-            self._shared_updates.pass_on(minibatch.number, minibatch.tag)
             self._live.withhold(minibatch.tag)
         parameters = [use.parameter for use in self.holdings.held]
         with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
@@ -426,7 +420,6 @@ class AsynchronousPipeline(Pipeline):
         return self._minibatches.versions.num_versions if self._minibatches is not None else 1
 
     def _make_minibatches(self, holdings: Holdings) -> Minibatches:
-        self._shared_updates = SharedUpdates(holdings)
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in holdings.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
@@ -449,7 +442,6 @@ class AsynchronousPipeline(Pipeline):
                 report.correction,
                 partial(_finish_all, sums) if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
-                shares=False,
             )
         self._close_old_aggregations()
         return Finished(minibatch, report)

@@ -74,7 +74,7 @@ from lightning_pipeshift.runtime.offload.weight_memory import may_wait
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes
-from lightning_pipeshift.runtime.ownership.shared_updates import shared_weights
+from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     stages_without_work,
@@ -348,7 +348,7 @@ class Pipeline(ABC):
             trains: whether the run trains.
         """
         layers = [each.layer for each in self._layers]
-        self.planning.shared = shared_weights(self.root, layers, seen.uses, self.channels.device)
+        self.planning.shared = shared_weights(self.root, layers, seen.uses)
         # No GPU has run this yet: there, only a user's own plan moves weights.
         may_move = self.channels.device.type == "cpu"
         self.planning.waiting_bytes = {

@@ -7,9 +7,9 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, format_row
 from lightning_pipeshift.plan.schedule.asynchronous import (
     ahead,
     drain,
-    gradients_sent,
     require_deepest_first,
     require_equal_depths,
+    shared_copies,
     turn,
     updates_per_backward,
     weight_versions,
@@ -90,11 +90,11 @@ def test_the_weights_of_the_minibatches_in_flight(num_stages: int, num_accumulat
         assert max(found) == most
 
 
-def test_gradients_on_their_way() -> None:
-    assert gradients_sent("async", 4) == ((4, 1), (3, 2), (2, 3), (1, 4))
-    assert gradients_sent("async", 4, 2) == ((2, 1), (2, 2), (1, 3), (1, 4))
-    assert gradients_sent("async-2bw", 3, 3) == ((1, 1), (1, 2), (1, 3))
-    assert gradients_sent("1f1b", 2) == ((0, 0), (0, 0))
+def test_copies_of_shared_weights() -> None:
+    assert shared_copies("async", 4) == ((1, 1), (1, 1), (1, 1), (1, 1))
+    assert shared_copies("async", 4, 2) == ((1, 2), (1, 2), (1, 1), (1, 1))
+    assert shared_copies("async-2bw", 4, 3) == ((1, 3), (1, 2), (1, 1), (1, 0))
+    assert shared_copies("1f1b", 2) == ((0, 0), (0, 0))
 
 
 def test_how_often_stages_update() -> None:
