@@ -125,6 +125,9 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         # the same time.
         self._digest = 0
 
+    def _number_of(self, key: Key) -> int | None:
+        return next((n for n, one in self._under_way.items() if one.run == key.step), None)
+
     def _connect_core(self) -> None:
         super()._connect_core()
         core, holdings = self.core, self.holdings

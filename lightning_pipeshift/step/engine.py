@@ -114,6 +114,8 @@ class SuspendableMicrobatch(Microbatch):
         if self.is_in_backward and self.timer is not None:
             self.timer.waits()
         message = super().receive(key, place)
+        if self.is_in_backward:
+            self.core.computes = True
         if is_in_step and self._tails is not None and self._may_be_passed(key):
             self._tails.next_part(self)
         return message
@@ -230,6 +232,8 @@ class Engine:
         self._tails = tails
         self._runs_ahead = False
         self._before_last_backward: Callable[[], object] | None = None
+        self.waits_for: Action | None = None
+        """While nothing can run: what would, if its message came."""
         self.num_suspended = 0
         """How often a step went on after it was suspended."""
 
@@ -348,6 +352,7 @@ class Engine:
     def _advance(
         self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
     ) -> None:
+        self._core.computes = False
         with self._around(Action(Kind.FORWARD, microbatch.order)):
             if tails is not None and tails.is_watching:
                 tails.current = microbatch
@@ -404,6 +409,7 @@ class Engine:
         is_last = not any(one.kind is Kind.BACKWARD for one in todo)
         if is_last and self._before_last_backward is not None:
             self._before_last_backward()
+        self._core.computes = first is None
         with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
             if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
@@ -414,7 +420,7 @@ class Engine:
         return True
 
     def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:
-        action = Action(Kind.RECOMPUTE, microbatch.order)
+        action, self._core.computes = Action(Kind.RECOMPUTE, microbatch.order), True
         with (
             self._around(action),
             self._core.trained_as(microbatch.flags),
@@ -425,12 +431,20 @@ class Engine:
 
     def _wait(self, flight: Flight) -> None:
         live, done = flight.live, flight.done
-        waits = [one.waits_for for one in self._in_turn(live) if one.waits_for is not None]
-        oldest = next((one.microbatch for one in flight.todo if one.kind is Kind.BACKWARD), None)
-        first = done[oldest].first_gradient if oldest in done else None
-        if first is not None:
-            waits.append(first)
-        self._core.mailbox.wait_for_any([key for key, _ in waits], waits[0][1])
+        waits = [
+            (Action(Kind.FORWARD, one.order), one.waits_for)
+            for one in self._in_turn(live)
+            if one.waits_for is not None
+        ]
+        oldest = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
+        waiting = None if oldest is None else done.get(oldest.microbatch)
+        if oldest is not None and waiting is not None and waiting.first_gradient is not None:
+            waits.append((oldest, waiting.first_gradient))
+        self.waits_for, (_, place) = waits[0]
+        try:
+            self._core.mailbox.wait_for_any([key for _, (key, _) in waits], place)
+        finally:
+            self.waits_for = None
 
 
 def _part_of_mean(num_microbatches: int, result: Any, _: int) -> Any:

@@ -38,13 +38,15 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.messages import Key as MessageKey
+from lightning_pipeshift.runtime.comm.messages import Kind as Carries
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
@@ -52,6 +54,7 @@ from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingB
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (
@@ -70,6 +73,10 @@ EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
 # What a layer is expected to cost by its parameters' bytes, before it is measured.
 _SECONDS_PER_BYTE = 1e-9
+_SENDS = {
+    (Carries.VALUE, 1): Kind.SEND_PAYLOAD,
+    (Carries.GRADIENT, -1): Kind.SEND_GRADIENT,
+}
 # How often a step that skips layers at random is run to find their order.
 _MOST_DRAWS = 8
 
@@ -296,8 +303,52 @@ class ValuePipeline(Pipeline):
             channels.device,
             channels.shares_memory_with,
         )
-        mailbox.waiting = partial(self._profile, WAIT)
+        mailbox.waiting = self._waiting
+        self._record_messages(mailbox)
         return mailbox
+
+    def record_actions(self, recorder: Recorder | None) -> None:
+        """See :class:`Pipeline`."""
+        super().record_actions(recorder)
+        if self.core is not None:
+            self._record_messages(self.core.mailbox)
+
+    def _record_messages(self, mailbox: Mailbox) -> None:
+        is_recorded = self.recorder_of_actions is not None
+        mailbox.on_send = self._note_send if is_recorded else None
+        mailbox.on_take = self._note_taken if is_recorded else None
+
+    def _note_taken(self) -> None:
+        recorder, core = self.recorder_of_actions, self.core
+        if recorder is not None and core is not None and not core.computes:
+            recorder.begin_work()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context of a wait for a message."""
+        recorder, core, waits_for = self.recorder_of_actions, self.core, self._engine.waits_for
+        profiled = self._profile(WAIT)
+        if recorder is None or core is None or (recorder.action or waits_for) is None:
+            with profiled:
+                yield
+            return
+        with recorder.waiting(str(waits_for), core.computes, profiled):
+            yield
+        core.computes = False
+
+    def _note_send(self, to: int, key: MessageKey, num_bytes: int) -> None:
+        """Notes a value on its way to the next stage, or a gradient to the one before."""
+        recorder, channels = self.recorder_of_actions, self.channels
+        kind = _SENDS.get((key.kind, to - channels.stage))
+        number = self._number_of(key)
+        if recorder is not None and kind is not None and number is not None:
+            now = recorder.now()
+            action = Action(kind, number)
+            recorder.add(What.ACTION, str(action), now, now, channels.ranks[to], num_bytes)
+
+    def _number_of(self, key: MessageKey) -> int | None:
+        """The number of a message's microbatch; ``None`` if it is of no microbatch."""
+        return key.turn if key.turn >= 0 else None
 
     def _connect_core(self) -> None:
         channels, holdings = self.channels, self.holdings
@@ -465,20 +516,22 @@ class ValuePipeline(Pipeline):
         # Layers run again where their backward would.
         done = replace(action, kind=Kind.BACKWARD) if action.kind is Kind.RECOMPUTE else action
         place = self._places.get(done, 0)
-        listeners: list[ActionListener] = [
-            each for each in (self.recorder_of_actions, self._store) if each is not None
-        ]
+        recorder, store = self.recorder_of_actions, self._store
         if self.late_updates.is_pending:
             self._update_before(action)
         with self._profile(f"[PipeShift] {action.kind.name.lower()}"):
-            for listener in listeners:
-                listener.begin_action(place, action)
+            if recorder is not None:
+                recorder.begin_action(action)
+            if store is not None:
+                store.begin_action(place, action)
             try:
                 yield
             except torch.OutOfMemoryError as error:
                 raise self._explained(error, action) from error
-            for listener in reversed(listeners):
-                listener.end_action(action)
+            if store is not None:
+                store.end_action(action)
+            if recorder is not None and self.core is not None:
+                recorder.end_action(self.core.computes)
         self.channels.num_done += 1
 
     def _begin_row(self, row: Row) -> None:
@@ -782,7 +835,7 @@ class ValuePipeline(Pipeline):
         prefetch: Prefetch,
     ) -> Report:
         """The report of a step, on every stage."""
-        with self._profile(WAIT):
+        with self.section(WAIT, What.WAIT, REPORT):
             found, is_last_batch = self._gathered(everything, posted, prefetch)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, is_last_batch)

@@ -173,7 +173,10 @@ def _messages(recording: Recording) -> Iterator[tuple[RankRecord, Mark, RankReco
         for mark in record.of(What.ACTION):
             action = mark.action
             if action is not None and action.kind.is_send:
-                sends[record.vm, record.stage, action] = record, mark
+                place = record.vm, record.stage, action
+                # The last of several is awaited longest.
+                before = sends[place][1].num_bytes if place in sends else 0
+                sends[place] = record, replace(mark, num_bytes=before + mark.num_bytes)
     for record in recording.ranks:
         for mark in record.of(What.ACTION):
             action = mark.action

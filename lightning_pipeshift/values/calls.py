@@ -142,6 +142,7 @@ class Calls(Transfers):
             if contract is None:
                 return self._told(call, here, None)
             return self._given(call, here, [None] * len(contract.specs))
+        self.core.computes = True
         if contract is None or contract.written:
             # What is on its way must not change.
             self.mailbox.flush()

@@ -162,6 +162,9 @@ class Core:
         """Is told of all calls."""
         self.gates: Sequence[NamedLayer] = ()
         """The layers by their numbers, if their weights may be elsewhere while they wait."""
+        self.computes = False
+        """Whether the action that runs now has computed since it began, or waited last: a forward
+        may only send and wait."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 

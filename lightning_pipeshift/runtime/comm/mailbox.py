@@ -152,6 +152,10 @@ class Mailbox:
         self._watched = watched
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context of a wait, for a profiler."""
+        self.on_send: Callable[[int, Key, int], object] | None = None
+        """Is told of each message: the stage that it goes to, its key, and the size of a tensor."""
+        self.on_take: Callable[[], object] | None = None
+        """Is called when a message has been taken."""
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
@@ -204,6 +208,8 @@ class Mailbox:
             place: in the program.
             content: a tensor, bytes, or ``None`` for a gradient that is not defined.
         """
+        if self.on_send is not None:
+            self.on_send(to, key, content.nbytes if isinstance(content, Tensor) else 0)
         is_payload = isinstance(content, Tensor) and content.numel() > 0
         if is_payload and key.kind is not Kind.READ and self._shares_memory[to]:
             assert isinstance(content, Tensor)
@@ -551,6 +557,11 @@ class Mailbox:
         Raises:
             LayerError: all stages that could send one wait for this stage in turn.
         """
+        if not any(map(self.has, keys)):
+            with self.waiting():
+                self._wait_for_any(keys, place)
+
+    def _wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
         before: dict[int, _Wait] = {}
         told_before: list[int] = []
         self._num_waits += 1
@@ -560,7 +571,7 @@ class Mailbox:
                     return
                 sources = tuple({key.source for key in keys})
                 source = self._ranks[sources[0]] if len(sources) == 1 else None
-                with self.waiting(), self._watched(source):
+                with self._watched(source):
                     if self._arrived.wait_for(
                         lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
                     ):
@@ -605,6 +616,8 @@ class Mailbox:
                 )
         elif message.place[:2] != (_text(_cut(place.label, 64)), place.digest):
             raise self._differs(key, place, message.place)
+        if self.on_take is not None:
+            self.on_take()
         return message
 
     def _differs(self, key: Key, place: Place, other: Place | None) -> LayerError:

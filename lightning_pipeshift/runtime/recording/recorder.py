@@ -19,7 +19,6 @@ import torch
 
 from lightning_pipeshift.devices.streams import Event, record_event, start_of_clock
 from lightning_pipeshift.plan.schedule.actions import Action
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.timeline.recording import Mark, Memory, RankRecord, What
 
 _MOST_MARKS: Final = 20_000
@@ -36,7 +35,7 @@ class _Noted(NamedTuple):
     num_bytes: int = 0
 
 
-class Recorder(ActionListener):
+class Recorder:
     """One rank's record of a step, or of some consecutive minibatches.
 
     Args:
@@ -56,10 +55,11 @@ class Recorder(ActionListener):
         # How many parts of the step have not ended, which may be after the step.
         self._num_open = 0
         self._changed = threading.Condition()
-        self._action_begin: Event | None = None
-        self._wait_end: Event | None = None
+        self.action: Action | None = None
+        """That is under way."""
         # What was queued before is no part of the step.
         self._start, self._start_seconds = start_of_clock(device)
+        self._begin = self._start
         self._end: Event | None = None
 
     def now(self) -> Event:
@@ -128,27 +128,46 @@ class Recorder(ActionListener):
             yield
         self.add(what, name, begin, self.now())
 
-    # --- as an ActionListener ---
+    # --- actions ---
 
-    def begin_action(self, place: int, action: Action) -> None:
-        """See :class:`ActionListener`."""
-        self._action_begin, self._wait_end = self.now(), None
+    def begin_action(self, action: Action) -> None:
+        """An action begins, or goes on."""
+        self.action, self._begin = action, self.now()
 
-    def received(self, action: Action) -> None:
-        """See :class:`ActionListener`."""
-        self._wait_end = self.now()
+    def begin_work(self) -> None:
+        """The action has got what it needs, and has not computed before."""
+        self._begin = self.now()
 
-    def end_action(self, action: Action) -> None:
-        """See :class:`ActionListener`."""
-        begin, received, end = self._action_begin, self._wait_end, self.now()
-        if begin is None or self._is_over or action.kind.is_receive:
-            return
-        name = str(action)
-        if received is not None and action.kind.properties.needs is not None:
-            self.add(What.WAIT, name, begin, received)
-            begin = received
-        self.add(What.ACTION, name, begin, end)
-        if action.kind.is_compute:
+    @contextmanager
+    def waiting(
+        self, name: str, computes: bool, inner: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """Context of a wait for other stages, around another one.
+
+        Args:
+            name: of the action that waits, if none is under way.
+            computes: whether the one under way has computed since it began, or waited last.
+            inner: the other context.
+        """
+        begin = self.now()
+        if self.action is not None:
+            name = str(self.action)
+            if computes:
+                self.add(What.ACTION, name, self._begin, begin)
+        with inner:
+            yield
+        self._begin = self.now()
+        self.add(What.WAIT, name, begin, self._begin)
+
+    def end_action(self, computes: bool) -> None:
+        """The action is over, or will go on later.
+
+        Args:
+            computes: as for :meth:`waiting`.
+        """
+        action, self.action, end = self.action, None, self.now()
+        if action is not None and computes and not self._is_over:
+            self.add(What.ACTION, str(action), self._begin, end)
             self._readings.append((end, self._used_bytes()))
 
     # --- afterwards ---

@@ -369,6 +369,14 @@ class AsynchronousPipeline(Pipeline):
         """
         # A layer moves in one part only.
         plan, schedule = parts[-1], self.settings.schedule
+        for part in parts:
+            if part.placement.owners:
+                raise PlanError(
+                    f"schedule={schedule!r}: values would go back to an earlier stage, as the"
+                    f" layers would be on the stages {part.placement.owners}, in the order of their"
+                    " calls, for each virtual machine (replica of the pipeline). Move the layers"
+                    " between them, too, or use schedule='1f1b'."
+                )
         if self._aggregation is not None and self._aggregation.in_order:
             raise PlanError(
                 f"schedule={schedule!r}: layers cannot move while their gradients are summed over"

@@ -26,8 +26,5 @@ class ActionListener:
             action: the action.
         """
 
-    def received(self, action: Action) -> None:
-        """The action has received what other stages send for it, and begins its own work."""
-
     def end_action(self, action: Action) -> None:
         """An action is over."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -30,14 +30,16 @@ def test_on_a_device_the_record_has_the_devices_times_and_nobody_waits_for_it() 
     with SimulatedDevice() as device:
         work(5)
         recorder = Recorder(torch.device("cuda:0"), lambda: 7)
-        for action, before, inside in (("F0", 3, 4), ("F0>", 0, 0), (">B0", 0, 0), ("B0", 2, 6)):
+        for action, before, inside in (("F0", 3, 4), ("F0>", 0, 0), ("B0", 2, 6)):
             (parsed,) = parse_row(action)
-            recorder.begin_action(0, parsed)
-            work(before) if before else None
-            if parsed.kind.is_compute:
-                recorder.received(parsed)
-            work(inside) if inside else None
-            recorder.end_action(parsed)
+            if not parsed.kind.is_compute:
+                recorder.add(What.ACTION, action, recorder.now(), recorder.now())
+                continue
+            recorder.begin_action(parsed)
+            with recorder.waiting("", False, nullcontext()):
+                work(before)
+            work(inside)
+            recorder.end_action(computes=True)
         recorder.stop()
         work(2)
         record = recorder.record(3, 1, 0, "here")
@@ -64,8 +66,8 @@ def test_what_is_noted_too_late_or_does_not_fit_is_left_out(
         recorder.add(What.BLOCK, str(number), 0.0, 1.0)
     recorder.stop()
     recorder.add(What.BLOCK, "late", 0.0, 1.0)
-    recorder.begin_action(0, Action.parse("F0"))
-    recorder.end_action(Action.parse("F0"))
+    recorder.begin_action(Action.parse("F0"))
+    recorder.end_action(computes=True)
     record = recorder.record(0, 0, 0, "")
     assert [mark.name for mark in record.marks] == ["0", "1"]
     assert record.num_dropped == 1
