@@ -82,7 +82,6 @@ class Somebody(L.Callback):
         for command, arguments in (
             (move, ("layers.4", "0")),
             (move, ("another", "0")),
-            (move, ("layers.0", "1")),
             (move, ("layers.4", "7")),
             (move, ("layers.4", "1", "--virtual-machine", "3")),
             (status, ()),
@@ -142,13 +141,12 @@ def left_alone(num_steps: int) -> Any:
 def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
     ranks = run_ranks(asked, 2, cwd=tmp_path)
     first = ranks[0]
-    moved, unknown, split, stage, machine, status, both = first["heard"]
+    moved, unknown, stage, machine, status, both = first["heard"]
     assert "the layer 'layers.4' moves to stage 0, from step" in moved
     assert "the layer 'another'; the layers are 'layers.0'" in unknown
-    assert "have to be contiguous" in split
     assert "the stages 0 to 1" in stage
     assert "virtual machine 3 (one replica of the pipeline); there are 1" in machine
-    assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))
+    assert all("ended with nothing moves" in text for text in (unknown, stage, machine))
     assert "is running" in status
     assert "layers.0 to layers.4 (5)" in status
     assert "payload" in status

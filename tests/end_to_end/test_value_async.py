@@ -1,4 +1,4 @@
-"""Asynchronous schedules on either core: the bits of a plain loop with delayed weights."""
+"""Asynchronous schedules: the bits of a plain loop with delayed weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift.errors import PipeShiftError
+from lightning_pipeshift import Move
+from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous as asynchronous
 from tests.end_to_end.test_asynchronous import (
@@ -274,3 +275,34 @@ def test_a_gradient_that_a_later_stage_would_wait_for_for_ever_is_refused() -> N
         assert any("`layers.0`" in text and "use schedule='1f1b'" in text for text in texts)
         assert all(texts)
         assert not any(run_ranks(train_going_back, len(partition), partition, True))
+
+
+class WantsToScatter(L.Callback):
+    """Asks for a move after which a value would go to the last stage and back."""
+
+    error = ""
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        if others[-1] == 2:
+            with pytest.raises(PlanError) as caught:
+                trainer.strategy.migrate(Move(layer="layers.1", stage=1))
+            self.error = str(caught.value)
+
+
+def train_where_a_move_is_refused() -> tuple[str, int]:
+    asks = WantsToScatter()
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"schedule": "async", "partition": [3, 3]}},
+        callbacks=[asks],
+        max_epochs=1,
+    )
+    trainer.fit(built(lambda: Model("adam")), DataLoader(data(6), batch_size=SIZE))
+    return asks.error, trainer.global_step
+
+
+def test_a_move_after_which_gradients_would_go_both_ways_is_refused_at_once() -> None:
+    """The run goes on. Without the refusal it would end in the next step."""
+    for text, steps in run_ranks(train_where_a_move_is_refused, 2):
+        assert "values would go back to an earlier stage" in text
+        assert "((0, 1, 0, 1, 1, 1),)" in text
+        assert steps == 6
