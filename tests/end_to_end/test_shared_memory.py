@@ -177,8 +177,9 @@ def test_buffers_are_used_again(schedule: str, most: int) -> None:
     first, second = run_ranks(train, 2, True, how, num_steps=12)
     for result in (first, second):
         assert result.sent["messages"] > 12 * 4
-    # For payloads, or their gradients; and one for shared gradients, and one for the trial.
-    assert first.sent["buffers"] <= most + 2
+    # For payloads, or their gradients; and one for shared gradients, and one for the trial. The
+    # payloads of the three batches of validation are larger.
+    assert first.sent["buffers"] <= most + 3 + 2
     # A shared gradient goes with the gradient of each payload.
     assert second.sent["buffers"] <= 2 * most + 2
 
