@@ -54,7 +54,6 @@ _ONE_PIPELINE: dict[str, Any] = {
     "batch_shares": None,
     "plan": None,
     "process_group_backend": "gloo",
-    "core": "values",
     # A measured cut is chosen again after the first step.
     "profile_steps": 1,
 }
