@@ -152,9 +152,10 @@ def require_same_program(core: Core, share: Share) -> None:
 def _require_same(core: Core, mine: Any, owner: int, theirs: Any) -> None:
     if theirs[0] == mine[0]:
         return
+    ends = {core.stage: mine[-1], owner: theirs[-1]}
+    # The message is the same whichever of them finds it first.
     each = (
-        f"stage {at} ended it at `{label}` ({line})"
-        for at, (*_, (label, line)) in ((core.stage, mine), (owner, theirs))
+        f"stage {at} ended it at `{label}` ({line})" for at, (label, line) in sorted(ends.items())
     )
     raise LayerError(
         f"The ranks have run different programs in a step: {'; '.join(each)}. {ADVICE}"
