@@ -1,18 +1,22 @@
 """How many bytes of tensors really live on a stage's device while a run trains.
 
 Counted from the tensors themselves, by a dispatch mode, and not from what the runtime believes. The
-devices are CPUs here, so what stands for the host's memory is left out: the pool of host buffers.
+devices are CPUs here, so what stands for the host's memory is left out: the pool of host buffers,
+and the frames of messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 
+from lightning_pipeshift.compat.torch_private import storage_key
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 
 
 class LivingBytes(L.Callback):
@@ -30,7 +34,8 @@ class LivingBytes(L.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._live is None:
             self._live = _OnDevice(trainer.strategy.pipeline.memory)
-        self._live.begin()
+        core = trainer.strategy.pipeline.core
+        self._live.begin(core.mailbox._frames if core is not None else [])
         self._live.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -53,7 +58,23 @@ class _OnDevice(LiveBytes):
             # Other threads make buffers, too, in which tensors come back.
             store._call_back = partial(self._called_back, store._call_back)
 
-    def begin(self) -> None:
+        self._are_frames_left_out = False
+        post = Mailbox._send_packed
+
+        def unseen(*args: Any) -> None:
+            with torch._C._DisableTorchDispatch():
+                post(*args)
+
+        Mailbox._send_packed = unseen  # type: ignore[assignment,method-assign]
+
+    def begin(self, frames: Sequence[torch.Tensor]) -> None:
+        if not self._are_frames_left_out:
+            # They were made in the first step.
+            for frame in frames:
+                if self._known.pop(storage_key(frame.untyped_storage()), None) is not None:
+                    self.num_bytes -= frame.nbytes
+            self.leave_out(frames)
+            self._are_frames_left_out = bool(frames)
         self.peak_bytes = 0
 
     def note(self, values: Any) -> None:

@@ -770,7 +770,7 @@ class ValuePipeline(Pipeline):
                 SavedTable(number, self._store, addresses_of(batch), device),
                 self._store,
                 observer,
-                resident_in(self.root),
+                resident_in(self.root, but=(Value,)),
             )
         return saves
 

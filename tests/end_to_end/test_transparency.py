@@ -329,8 +329,9 @@ def test_every_split_trains_the_same(name: str) -> None:
     for cuts in (cuts_in_two(num_layers), cuts_in_three(num_layers, number)):
         runs = with_schedules(cuts, number)
         of_each_rank = run_ranks(train, len(cuts[0]), name, runs)
-        # A model that checkpoints by itself has its own way with what is saved.
-        moves = "checkpoint" not in name
+        # A model that checkpoints by itself has its own way with what is saved. And a step that
+        # reads a value behind its first layer is known when steps have been measured, not before.
+        moves = "checkpoint" not in name and name != "control_dependence"
         assert_all_same(of_each_rank, runs, expected, specimen.same_bits, moves)
 
 

@@ -547,11 +547,21 @@ def addresses_of(tree: Any) -> list[int]:
     return [address_of(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
-def resident_in(layer: nn.Module) -> frozenset[int]:
-    """The addresses of a layer's parameters and buffers; a view of one takes no memory."""
+def resident_in(layer: nn.Module, but: tuple[type, ...] = ()) -> frozenset[int]:
+    """The addresses of a layer's parameters and buffers; a view of one takes no memory.
+
+    Args:
+        layer: the layer, or a whole model.
+        but: the classes of tensors without memory of their own.
+    """
     # The names of parameters and buffers, which modules list with them, take most of the time.
     tables = (table for one in layer.modules() for table in (parameters_of(one), buffers_of(one)))
-    return frozenset(address_of(x) for table in tables for x in table.values() if x is not None)
+    return frozenset(
+        address_of(x)
+        for table in tables
+        for x in table.values()
+        if x is not None and not isinstance(x, but)
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
