@@ -209,7 +209,6 @@ def _devices_of_run(
         return
     pipeline = strategy.pipeline
     yield pipeline.channels, "device", GPU
-    yield pipeline.channels, "_staged", is_shared
     # Memory that ranks share is the device's.
     ends = [link.end for link in pipeline.channels._links.values()]
     if isinstance(pipeline, ValuePipeline):
