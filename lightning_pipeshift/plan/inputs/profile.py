@@ -109,7 +109,7 @@ class SharedWeights:
 
     Args:
         layers: those whose modules have them, in call order.
-        sent_bytes: those of them that are sent with each minibatch of an asynchronous schedule.
+        sent_bytes: those of them whose gradients are sent, where stages share them.
         num_bytes: their values.
         is_trained: whether they have gradients.
         everywhere: whether every stage holds them, as code between layers uses them.

@@ -103,20 +103,23 @@ def shared_copies(
     """How many copies of a parameter that several stages share each stage holds at most in addition
     to those of its own parameters: if it is the first of these stages, and if it is another one.
 
-    The first stage trains it, sends its values with each minibatch, and receives the gradient. The
-    others have a copy for each minibatch in flight, and neither old versions nor gradients of their
-    own.
+    In its backward the first stage has the gradient that it gets from the next one, and the sum
+    with its own. In an asynchronous pipeline it alone trains the parameter, and sends its values
+    with each minibatch: the others have a copy for each minibatch in flight, and neither old
+    versions nor gradients of their own.
 
     Args:
-        schedule: by name; with a synchronous one, all of them train it.
+        schedule: by name.
         num_stages: of the pipeline.
         num_accumulated: how many minibatches make an update.
     """
+    if num_stages == 1:
+        return ((0, 0),)
     if schedule not in ("async", "async-2bw"):
-        return ((0, 0),) * num_stages
+        return ((2, 0),) * num_stages
     versions = weight_versions(schedule, num_stages, num_accumulated)
     return tuple(
-        (1, max(0, num_stages - stage - num_versions + 1))
+        (2, max(0, num_stages - stage - num_versions + 1))
         for stage, num_versions in enumerate(versions)
     )
 

@@ -418,6 +418,8 @@ class Replanning:
             found -= layer.waiting_bytes if index in waiting else 0
         as_first, as_other = shared_copies(*pipeline)[stage]
         for shared in self.shared:
+            if not set(shared.layers) - set(own):
+                continue
             for place, user in enumerate(shared.layers):
                 found += (user in own) * (as_other if place else as_first) * shared.sent_bytes
         return found

@@ -91,10 +91,11 @@ def test_the_weights_of_the_minibatches_in_flight(num_stages: int, num_accumulat
 
 
 def test_copies_of_shared_weights() -> None:
-    assert shared_copies("async", 4) == ((1, 1), (1, 1), (1, 1), (1, 1))
-    assert shared_copies("async", 4, 2) == ((1, 2), (1, 2), (1, 1), (1, 1))
-    assert shared_copies("async-2bw", 4, 3) == ((1, 3), (1, 2), (1, 1), (1, 0))
-    assert shared_copies("1f1b", 2) == ((0, 0), (0, 0))
+    assert shared_copies("async", 4) == ((2, 1), (2, 1), (2, 1), (2, 1))
+    assert shared_copies("async", 4, 2) == ((2, 2), (2, 2), (2, 1), (2, 1))
+    assert shared_copies("async-2bw", 4, 3) == ((2, 3), (2, 2), (2, 1), (2, 0))
+    assert shared_copies("1f1b", 2) == ((2, 0), (2, 0))
+    assert shared_copies("async", 1) == shared_copies("1f1b", 1) == ((0, 0),)
 
 
 def test_how_often_stages_update() -> None:
