@@ -356,7 +356,7 @@ class LinkLane(NamedTuple):
     def post_object(self, source: int) -> Any:
         return SimpleNamespace(source=source)
 
-    def receive_object(self, source: int, _: Any) -> Any:
+    def receive_object(self, source: int, _: Any = None) -> Any:
         return self.lane.receive_object(source)
 
     def settle(self, left: int = 0) -> None: ...
