@@ -9,11 +9,6 @@ TRAINER: Final = "_trainer"
 OWNERS: Final = frozenset({TRAINER, "_fabric"})
 """The attributes by which a LightningModule refers to what runs it."""
 
-CONTAINERS: Final = frozenset(
-    {"_fabric_optimizers", "_param_requires_grad_state", "_metric_attributes"}
-)
-"""The attributes of a LightningModule that are lists or dicts of its own."""
-
 
 def trainer_of(module: Any) -> Any:
     """The Trainer that runs a module; ``None`` for none, and for what is no LightningModule.

@@ -205,9 +205,6 @@ parse_to: Callable[..., Any] = torch._C._nn._parse_to
 """``(device, dtype, non_blocking, memory_format)`` from the arguments of ``Tensor.to``, which has
 many forms. ``nn.Module.to`` parses them with this, too."""
 
-NO_VALUES: Final = "its data is not allocated yet"
-"""Part of the message of a kernel that is given a tensor without values."""
-
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
 """Reads the value of a tensor with one element: ``Tensor.item``."""

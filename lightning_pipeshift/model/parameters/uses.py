@@ -1,11 +1,9 @@
 """Finds the layers that use each parameter, and frees the parameters that a stage does not need.
 
-A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
-parameters (in no layer), tied ones (in several modules with their own random stream), and those
-that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is divided into
-*segments* where modules with their own random stream begin and end, which is the same on every
-split. The gradient of a shared parameter is collected for each segment separately and summed from
-the last segment to the first, so the sum has the same bits on every split.
+A parameter that exactly one layer has moves with that layer. All others are *shared*: loose
+parameters (in no layer), and tied ones (in several layers, or in one and outside of layers). Their
+gradients are summed over the stages in the order of plain autograd, so the sum has the same bits on
+every split.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class ParameterUse:
 
     @property
     def is_shared(self) -> bool:
-        """Whether its gradient is a sum over segments, which may be on several stages."""
+        """Whether several stages may hold it, and its gradient is then a sum over these."""
         return self.everywhere or self.own_layer is None
 
     @property

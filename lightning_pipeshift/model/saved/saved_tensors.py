@@ -578,8 +578,3 @@ def _dtype_of_all(tensor: Tensor) -> torch.dtype:
     """The tensor's type, if its whole memory consists of such elements; otherwise bytes."""
     fits = tensor.untyped_storage().nbytes() % tensor.element_size() == 0
     return tensor.dtype if fits else torch.uint8
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    # These flags have no effect on the memory.
-    return tensor.is_conj() or tensor.is_neg()

@@ -141,7 +141,6 @@ class Mailbox:
         shares_memory_with: Collection[int] = (),
     ) -> None:
         self.stage, self.num_stages = stage, len(ranks)
-        self.num_bytes_sent = 0
         self.device = device
         self._shares_memory = [rank in shares_memory_with for rank in ranks]
         # Buffers for each other stage, and those of it, by the size of their content: a buffer is
@@ -288,7 +287,6 @@ class Mailbox:
             self._under_way.append((self._post(frame, to, _FRAME_TAG), frame, to))
             if content.behind is not None:
                 self._send_behind(to, content.behind)
-            self.num_bytes_sent += content.num_bytes
 
     def _send_behind(self, to: int, fetch: Fetch) -> None:
         if is_asynchronous(self.device):
