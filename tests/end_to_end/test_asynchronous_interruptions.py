@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
+from tests.cases import some
 from tests.end_to_end.moments_of_moves import WAYS, Moment, Way, around, watch_moves
 from tests.end_to_end.test_asynchronous import (
     Case,
@@ -178,9 +179,9 @@ def test_sigterm_at_each_minibatch_around_a_move(
     case = case_of(way, schedule, accumulated)._replace(has_slow_links=has_slow_links)
     last = MOVES_AFTER + (3 * accumulated + 4) * (2 if has_slow_links else 1)
     cases: list[Any] = [(case, idx, idx % 3) for idx in range(MOVES_AFTER - 2, last)]
-    num_moves = require_ended_in_order(tmp_path, cases)
+    num_moves = require_ended_in_order(tmp_path, some(cases, 4))
     # Some moves have not begun, and some are over.
-    assert set(num_moves) == set(range(4 if has_slow_links else 2))
+    assert {min(num_moves), max(num_moves)} == {0, 3 if has_slow_links else 1}
 
 
 @each_way
@@ -191,7 +192,7 @@ def test_sigterm_at_each_moment_of_a_move(
     case = case_of(way, schedule, accumulated)
     cases: list[Any] = [(case, moment, rank) for rank in (way.old, way.new) for moment in Moment]
     cases += [(case, moment, way.third) for moment in (Moment.ANNOUNCED, Moment.CUT_OVER)]
-    require_ended_in_order(tmp_path, cases)
+    require_ended_in_order(tmp_path, some(cases, 5))
 
 
 def train_with_checkpoints(folder: str, cases: Sequence[Case]) -> list[Result]:
@@ -215,7 +216,8 @@ def around_the_drain(way: Way, schedule: str, accumulated: int, **more: Any) -> 
     drains, some when training ends.
     """
     case = Case(way.before, schedule, accumulated, {}, "adam", num_epochs=1, **more)
-    return [case._replace(moves={number: way.after}) for number in range(case.num_batches)]
+    cases = [case._replace(moves={number: way.after}) for number in range(case.num_batches)]
+    return some(cases, 5)
 
 
 @each_way_and_links

@@ -32,6 +32,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.checkpoint.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.cases import some
 from tests.features_models import QUIET, built, plain, quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, CheckpointedByHand, Classifier, points
 
@@ -679,7 +680,7 @@ def test_what_a_sanity_check_calls_hides_no_copies(name: str) -> None:
     compare(name, 2, num_sanity_val_steps=1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 8))
 def test_three_stages_and_moving_layers_give_the_bits_of_one(name: str) -> None:
     n = sum(on_one_stage(name)["counts"])
     compare(name, 3, cuts={2: [n - 2, 1, 1], 5: [1, 1, n - 2], 7: [0, n, 0]})
@@ -696,7 +697,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sharded"), FORMATS)
+@pytest.mark.parametrize(("name", "sharded"), some(FORMATS, 12))
 def test_a_run_goes_on_from_a_checkpoint_on_another_split(
     name: str, sharded: bool, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import delivered, move_parts, probe, profiling, replanning
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.cases import some
 from tests.features_models import (
     AwaitsPlanning,
     built,
@@ -231,7 +232,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "optimizer", "machines", "accumulate"), CASES)
+@pytest.mark.parametrize(("seed", "optimizer", "machines", "accumulate"), some(CASES, 3))
 def test_random_moves_change_no_bit(
     seed: int, optimizer: str, machines: list[list[int]], accumulate: int, tmp_path: Path
 ) -> None:

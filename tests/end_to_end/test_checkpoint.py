@@ -288,10 +288,14 @@ def test_ddp_goes_on_from_a_pipelines_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("Checkpoints", "resuming on another split, with the same bits")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
-    ("partition", "stages"),
-    [([1, 2, 1], 3), ([4], 1), ([1, 3], 2), ([0, 4], 2)],
+    ("partition", "stages", "precision"),
+    [
+        ([1, 2, 1], 3, "32-true"),
+        ([4], 1, "bf16-mixed"),
+        ([1, 3], 2, "bf16-mixed"),
+        ([0, 4], 2, "32-true"),
+    ],
     ids=["2->3", "2->1", "2->2, cut elsewhere", "2->2, one stage empty"],
 )
 def test_resumed_on_another_split_every_bit_is_the_same(

@@ -37,6 +37,7 @@ from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
+from tests.cases import some
 from tests.end_to_end.test_changing_plans import Trains
 from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
 from tests.models import points
@@ -537,7 +538,7 @@ def require_whole(
     ("number", "point", "who"),
     [
         pytest.param(number, point, who, id=f"{who}, {point.name.lower()}")
-        for number, (point, who) in enumerate(DEATHS)
+        for number, (point, who) in some(enumerate(DEATHS), 12)
     ],
 )
 def test_a_rank_that_dies(
@@ -586,7 +587,7 @@ RAISES += [
     ("way", "who", "point"),
     [
         pytest.param(*case, id=f"{case[0]}, {case[1]}, {case[2].name.lower()}")
-        for case in dict.fromkeys(RAISES)
+        for case in some(dict.fromkeys(RAISES), 6)
     ],
 )
 def test_a_rank_that_raises(

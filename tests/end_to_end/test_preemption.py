@@ -282,6 +282,8 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 number, *command = sys.argv[1:]
+# Shells let what runs in the background ignore it, which processes inherit.
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 run = subprocess.Popen(
     [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     start_new_session=True,

@@ -127,8 +127,7 @@ def told_of_predictions(schedule: str, watched: bool) -> list[str]:
     return [message for message in heard.messages if "and the plan predicted" in message]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "async"])
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(("schedule", "watched"), [("1f1b", False), ("async", True)])
 def test_a_plan_that_predicted_other_steps_is_told_once(schedule: str, watched: bool) -> None:
     [message], nothing = run_ranks(told_of_predictions, 2, schedule, watched)
     assert nothing == []

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import LayerMigration, Move, PlanError
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.cases import some
 from tests.end_to_end.test_changing_plans import Trains, go_by_sleep
 from tests.end_to_end.test_layer_migration import train
 from tests.features_models import (
@@ -285,7 +286,7 @@ CASES: list[tuple[str, list[list[int]], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "machines", "how"), CASES)
+@pytest.mark.parametrize(("name", "machines", "how"), some(CASES, 4))
 def test_random_moves_change_no_bit(
     name: str, machines: list[list[int]], how: dict[str, Any]
 ) -> None:
