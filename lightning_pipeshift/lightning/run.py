@@ -25,10 +25,10 @@ from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
-from lightning_pipeshift.runtime.step.control_files import ControlFiles
-from lightning_pipeshift.runtime.step.status import status_of
 from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
+from lightning_pipeshift.step.control_files import ControlFiles
 from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.status import status_of
 
 
 def _say(message: str) -> None:

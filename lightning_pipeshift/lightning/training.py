@@ -40,13 +40,13 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.step.checksum import (
+from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch

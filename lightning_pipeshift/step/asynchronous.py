@@ -16,16 +16,16 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
-from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.step.asynchronous_base import AsynchronousPipeline
+from lightning_pipeshift.step.base import Pipeline
 from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.minibatches import Finished, Minibatch
 from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.step.training_batch import TrainingBatch
 from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
@@ -296,7 +296,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             self.in_call(one.minibatch.tag) if is_later else nullcontext(),
             super()._around(action),
         ):
-            versions.begin_action(0, action)
+            versions.begin_action(action)
             before = self._writes_to_weights()
             try:
                 yield

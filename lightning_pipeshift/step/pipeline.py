@@ -46,14 +46,14 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.recording.recorder import Recorder
-from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
-from lightning_pipeshift.runtime.step.losses import Losses
-from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
-from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingBatch, UserStep
+from lightning_pipeshift.step.base import Pipeline, Seen
+from lightning_pipeshift.step.checksum import checksum, require_same_end
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.losses import Losses
+from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.step.training_batch import WAIT, Key, TrainingBatch, UserStep
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
@@ -596,7 +596,7 @@ class ValuePipeline(Pipeline):
             self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
-        self.changes.before_step(given)
+        self.changes.before_step(given.optimizers, given.keeps_gradients)
         core, migration = self.core, self.changes.migration
         assert core is not None
         if migration is None:
@@ -655,7 +655,8 @@ class ValuePipeline(Pipeline):
     def _end_step(self, given: TrainingBatch, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step()
-        self.changes.after_step(given)
+        if given.accumulation.goes_on:
+            self.changes.weights_are_final()
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None

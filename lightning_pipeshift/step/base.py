@@ -82,21 +82,21 @@ from lightning_pipeshift.runtime.planning.make_plan import (
 from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
-from lightning_pipeshift.runtime.step.checksum import (
+from lightning_pipeshift.step.checksum import (
     is_checked,
     require_same_batch,
 )
-from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
-from lightning_pipeshift.runtime.step.reporting import Reporting
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import (
+from lightning_pipeshift.step.control_files import Answer, ControlFiles
+from lightning_pipeshift.step.reporting import Reporting
+from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.training_batch import (
     Accumulation,
     Key,
     Profile,
     TrainingBatch,
     UserStep,
 )
-from lightning_pipeshift.runtime.step.votes import Votes
+from lightning_pipeshift.step.votes import Votes
 from lightning_pipeshift.timeline.recording import What
 
 

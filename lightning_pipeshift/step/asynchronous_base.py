@@ -22,25 +22,25 @@ from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.recording.recorder import Recorder
-from lightning_pipeshift.runtime.step.checksum import (
+from lightning_pipeshift.step.base import Pipeline
+from lightning_pipeshift.step.checksum import (
     checksum,
     different_batches,
     is_checked,
     require_same_end,
 )
-from lightning_pipeshift.runtime.step.control_files import Answer
-from lightning_pipeshift.runtime.step.losses import Losses
-from lightning_pipeshift.runtime.step.minibatches import (
+from lightning_pipeshift.step.control_files import Answer
+from lightning_pipeshift.step.losses import Losses
+from lightning_pipeshift.step.minibatches import (
     Finished,
     Minibatch,
     Minibatches,
 )
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.training_batch import WAIT, TrainingBatch
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.step.step_report import Report, merge_reports
+from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.timeline.recording import REPORT, What
 
 
