@@ -31,7 +31,7 @@ from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_places,
 )
-from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, ValuePipeline
+from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, Pipeline
 from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.training_batch import UserStep
 
@@ -54,7 +54,7 @@ class EvaluationSteps:
         context: that of a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, context: StepContext) -> None:
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
         self._context = context
