@@ -20,7 +20,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
+from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
@@ -29,6 +29,7 @@ from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.recording.recorder import Recorder
+from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import (
     checksum,
     different_batches,
@@ -36,16 +37,11 @@ from lightning_pipeshift.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.step.control_files import Answer
-from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
-from lightning_pipeshift.step.minibatches import (
-    Finished,
-    Minibatch,
-    Minibatches,
-)
+from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.suspension import ThreadState
-from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.gathering import Kept, Structure
@@ -99,48 +95,6 @@ class _UnderWay:
     """The step's result and logs, and the latest values of the metrics, as one structure."""
     awaited: list[tuple[list[int], Callable[[], Any]]] = field(default_factory=list)
     """On the last stage, which of its leaves others have, and what takes them."""
-
-
-class AsynchronousEngine(Engine):
-    """An :class:`Engine` whose microbatches are minibatches: the backward of one comes in the call
-    of a later one on all stages but the last.
-    """
-
-    def _advance(
-        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
-    ) -> None:
-        super()._advance(microbatch, flight, tails)
-        # The same step may have to wait in one run and not in another: both end with the error.
-        if microbatch.is_done and microbatch.latest_wait is not None:
-            self._require_no_gradient_to_later([microbatch], *microbatch.latest_wait)
-
-    def _wait(self, flight: Flight) -> None:
-        begun = {**flight.done, **flight.live}
-        for waiting in self._in_turn(flight.live):
-            if waiting.waits_for is not None:
-                earlier = [one for number, one in begun.items() if number < waiting.order]
-                self._require_no_gradient_to_later(earlier, *waiting.waits_for)
-        super()._wait(flight)
-
-    def _require_no_gradient_to_later(
-        self, begun: Iterable[SuspendableMicrobatch], key: Key, place: Place
-    ) -> None:
-        """Raises LayerError if a forward waits for a later stage that may wait for a gradient of
-        this one: in its backward of an earlier minibatch, which comes in a later call here.
-        """
-        stage = self._core.stage
-        for one in begun:
-            first, end, where = one.gradients_to_later or (0, 0, "")
-            if first <= stage < min(end, key.source):
-                raise LayerError(
-                    f"`{place.label}` ({place.line}) at stage {stage} needs what stage"
-                    f" {key.source} computes for the same batch, and stage {end} needs a gradient"
-                    f" of stage {first}, since {where} uses there what a later stage has computed"
-                    " or used before. With an asynchronous schedule each would wait for the other."
-                    " Let values that need a gradient go to later stages only: use another"
-                    " partition, compute what an earlier stage has to compute before later layers"
-                    " are called, `detach()` it, or use schedule='1f1b'."
-                )
 
 
 class AsynchronousPipeline(Pipeline):
@@ -292,7 +246,7 @@ class AsynchronousPipeline(Pipeline):
             # Updates that have begun are summed over their own owners.
             self._old_aggregations.append(self._aggregation)
             uses = self.holdings.uses
-            self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
+            self._aggregation = self._gradient_sums.aggregation(uses, plan, is_new=False)
         self._say_who_has_no_work()
         # Times under the old plan do not hold for the new one.
         self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)

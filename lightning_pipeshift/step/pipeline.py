@@ -19,10 +19,7 @@ from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
-from lightning_pipeshift.model.execution.microbatch import (
-    size_or_one,
-    split,
-)
+from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of, map_leaves
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
@@ -45,18 +42,16 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
     resident_in,
 )
-from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
+from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.inputs.partition import num_layers_in
-from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
@@ -66,24 +61,14 @@ from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key as MessageKey
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.comm.turns import LaneTraffic, Urgency
-from lightning_pipeshift.runtime.gradients.aggregation import (
-    MOST_LANES_OF_COLLECTIVES,
-    Aggregation,
-    AllReduce,
-    GradientGroup,
-)
-from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.comm.turns import LaneTraffic
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
-from lightning_pipeshift.runtime.gradients.replica_sync import (
-    gradient_groups,
-    match_replicas,
-    pairs_that_share,
-)
+from lightning_pipeshift.runtime.gradients.replica_sync import match_replicas
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
@@ -95,10 +80,7 @@ from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes
 from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
-from lightning_pipeshift.runtime.planning.make_plan import (
-    Settings,
-    stages_without_work,
-)
+from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
 from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
@@ -111,8 +93,10 @@ from lightning_pipeshift.step.checksum import (
 from lightning_pipeshift.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.reporting import Reporting
+from lightning_pipeshift.step.step_logs import StepLogs
 from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import (
@@ -131,7 +115,6 @@ from lightning_pipeshift.values.gathering import (
     Prefetch,
     Structure,
     gathered,
-    kept,
     of_stage,
     require_same_program,
 )
@@ -170,42 +153,6 @@ _SENDS = {
 }
 # How often a step that skips layers at random is run to find their order.
 _MOST_DRAWS = 8
-
-
-class _Recorder(LogRecorder):
-    """Records what each microbatch logs: their steps may run in parts, in turns."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._by_step: dict[Any, list[LoggedValue]] = {}
-        super().__init__(root)
-
-    @property
-    def records(self) -> list[LoggedValue]:
-        """The logs of the step that runs now."""
-        return self._by_step.setdefault(running(), [])
-
-    @records.setter
-    def records(self, records: list[LoggedValue]) -> None:
-        self._by_step[running()] = records
-
-    def take(self) -> list[LoggedValue]:
-        """Returns the logs of the step that runs now, and forgets them."""
-        return self._by_step.pop(running(), [])
-
-
-class _Recording:
-    """Copies logged values: :class:`~lightning_pipeshift.model.user_state.logs.Values` for a
-    step on values.
-    """
-
-    def kept_value(self, leaf: Any) -> Any:
-        """A copy of a value."""
-        return kept(leaf)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context for code other than the user's."""
-        yield
 
 
 @dataclass
@@ -268,7 +215,6 @@ class Pipeline:
         self.replicas = replicas
         self.vm = replicas.vm
         self._rings = rings
-        self._groups = groups
         self._aggregation: Aggregation | None = None
         self.late_updates = LateUpdates()
         self.needs_norms = False
@@ -276,6 +222,9 @@ class Pipeline:
         # Messages about decisions, for the user.
         self.messages: list[str] = []
         self.settings = settings
+        self._gradient_sums = GradientSums(
+            rings, groups, channels, replicas, settings, self._sums_together, self.messages.append
+        )
         self._threads = Threads("background", fail_from_thread)
         self.planning = Replanning(
             settings,
@@ -343,9 +292,8 @@ class Pipeline:
         self.asks_to_end = self.is_to_end = False
         self.recorder_of_actions: Recorder | None = None
         """Takes notes of the current step, if it is recorded: see :meth:`record_actions`."""
-        self.recorder = _Recorder(self.root)
+        self.recorder = StepLogs(self.root)
         """Replaces the LightningModule's ``log`` while a step runs."""
-        self.recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
         self._between: Microbatch | None = None
@@ -431,9 +379,9 @@ class Pipeline:
         self._deferred.forget()
         if trains:
             self._follow_with_memory()
-            self._connect_sharers(uses, placement)
+            self._gradient_sums.connect_sharers(uses, placement)
         if trains and self.replicas.count > 1:
-            self._aggregation = self._make_aggregation(uses, placement)
+            self._aggregation = self._gradient_sums.aggregation(uses, plan)
         if any(self.plan.recompute) and not self._is_automatic:
             raise PlanError(
                 "The plan recomputes layers, and with manual optimization the step calls `backward`"
@@ -701,11 +649,11 @@ class Pipeline:
         self._reorder(plan)
         self._plan = plan
         self._follow_with_memory()
-        self._connect_sharers(self.holdings.uses, plan.placement)
+        self._gradient_sums.connect_sharers(self.holdings.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
-            self._aggregation = self._make_aggregation(
-                self.holdings.uses, plan.placement, is_new=False
+            self._aggregation = self._gradient_sums.aggregation(
+                self.holdings.uses, plan, is_new=False
             )
         self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
         core, between = self.core, self._between
@@ -796,65 +744,10 @@ class Pipeline:
                 for attribute, buffer in to_device(found, self.channels.device).items():
                     attribute.set(layer, buffer)
 
-    def _connect_sharers(self, uses: list[ParameterUse], placement: Placement) -> None:
-        if self.channels.backend != "gloo":
-            pairs = pairs_that_share(uses, placement, self.replicas.topology)
-            self._groups.want(Purpose.SHARED, pairs)
-
-    def _make_aggregation(
-        self, uses: list[ParameterUse], placement: Placement, is_new: bool = True
-    ) -> Aggregation:
-        assert self._rings is not None
-        groups = gradient_groups(uses, placement, self.replicas.topology)
-        mine = [group for group in groups if self.replicas.rank in group.members]
-        owners = list(dict.fromkeys(tuple(group.members) for group in groups))
-        kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
-        if is_new:
-            self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
-        device, watched = self.channels.device, self.channels.watched
-        is_gloo = self.channels.backend == "gloo"
-        agree = self.replicas.world.post_sum if self._sums_together and not is_gloo else None
-        num_lanes = self._give_lanes(groups, placement.num_layers)
-        if is_gloo:
-            device = torch.device("cpu")
-            if kind == "ring":
-                if is_new:
-                    self._rings.open_lanes(num_lanes)
-                return Aggregation(
-                    mine, self._rings.start, agree, len(uses), device, in_order=False
-                )
-        self._groups.want(Purpose.SUMS, owners, min(num_lanes, MOST_LANES_OF_COLLECTIVES))
-        sums: Any = AllReduce(self._groups, watched)
-        if kind == "ring":
-            sums = DeviceRings(self._groups, self.replicas.rank, watched)
-        return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
-
     @property
     def lane_traffic(self) -> dict[str, LaneTraffic]:
         """Counts of the blocks that this rank has sent on each lane, by its name."""
         return self.channels.traffic
-
-    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int) -> int:
-        """Sets the urgency of each group's messages. Returns how many lanes there is use for.
-
-        Args:
-            groups: all of them, in an order that is the same on every rank.
-            num_layers: how many layers the model has.
-        """
-        # The same on every rank, or members of a ring would use different lanes: so parameters
-        # count that the rank does not hold.
-        sizes = [0] * num_layers
-        for group in groups:
-            if group.is_hooked:
-                sizes[group.number] = bytes_of(group.trained)
-        lanes = lanes_by_share(sizes, self.plan.lane_shares or equal_shares(sizes))
-        for group in groups:
-            # The step ends when the sums of shared parameters are there.
-            if group.is_hooked:
-                group.urgencies = tuple(
-                    (part.end, Urgency(part.lane, group.number)) for part in lanes[group.number]
-                )
-        return len(equal_shares(sizes))
 
     @property
     def migration_seconds(self) -> float:
