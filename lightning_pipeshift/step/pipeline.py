@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import compiled_in, storage_key_of, without_compiling
+from lightning_pipeshift.compat.torch_private import compiled_in, without_compiling
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PipeShiftError, PlanError
-from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of, map_leaves
@@ -33,7 +32,6 @@ from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     modules_of_user_code,
     of_one_layer,
-    parameter_uses,
 )
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import (
@@ -44,7 +42,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
 )
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.moves import Move, placement_after
@@ -53,7 +50,6 @@ from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.inputs.partition import num_layers_in
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
 from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
@@ -92,7 +88,7 @@ from lightning_pipeshift.step.checksum import (
 )
 from lightning_pipeshift.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.step.engine import Engine
-from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.first_look import FirstLook, Seen
 from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.reporting import Reporting
@@ -122,37 +118,12 @@ from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
-
-class Seen(NamedTuple):
-    """What is known of steps before the first one runs.
-
-    Args:
-        figures: of the layers.
-        called: the layers that steps call; ``None``: any may be called.
-        idle: the layers that no step calls.
-        uses: of the parameters.
-        crossings: what crosses the boundary behind each layer.
-        in_steps: the paths of the tensors that user code keeps and steps use.
-    """
-
-    figures: dict[int, Figures]
-    called: frozenset[int] | None
-    idle: frozenset[int]
-    uses: list[ParameterUse]
-    crossings: Sequence[Crossing]
-    in_steps: frozenset[str] = frozenset()
-
-
 EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
-# What a layer is expected to cost by its parameters' bytes, before it is measured.
-_SECONDS_PER_BYTE = 1e-9
 _SENDS = {
     (Carries.VALUE, 1): Kind.SEND_PAYLOAD,
     (Carries.GRADIENT, -1): Kind.SEND_GRADIENT,
 }
-# How often a step that skips layers at random is run to find their order.
-_MOST_DRAWS = 8
 
 
 @dataclass
@@ -253,6 +224,9 @@ class Pipeline:
                 " layers inside. Compile the layers instead, each by itself:"
                 f" `{next(iter(layers))}.compile()`, and so on."
             )
+        self._first_look = FirstLook(
+            root, self._layers, channels, replicas, self.planning, self.streams
+        )
         settings.check(self._layers, replicas.topology.stages_per_vm)
         self.changes = Changes(self._move, self._put_in_force)
         self._reporting = Reporting(replicas)
@@ -307,11 +281,6 @@ class Pipeline:
         self._places: dict[Action, int] = {}
         """Of the actions in the step's row."""
         self._where = Where()
-        self._known: Core | None = None
-        self._is_timed = False
-        """Whether layers were timed before the first step."""
-        self._idle: frozenset[int] = frozenset()
-        """The layers that no step calls, as far as that is known before the first one."""
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
@@ -354,7 +323,7 @@ class Pipeline:
             return
         optimizers = list(self.find_optimizers())
         trains = bool(optimizers)
-        seen = self._look(key, step, batch, trains)
+        seen = self._first_look.look(key, step, batch, trains, self.user_step)
         uses, layers = seen.uses, [each.layer for each in self._layers]
         plan = self.planning.first_plan(
             self._measure(seen, batch, optimizers if trains else [], trains), seen.idle, trains
@@ -389,9 +358,9 @@ class Pipeline:
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
-        if self._idle:
+        if seen.idle:
             self._say_who_has_no_work()
-        if self.settings.plan is None and not self._is_timed:
+        if self.settings.plan is None and not self._first_look.is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             records = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=records, prediction=None)
@@ -407,60 +376,9 @@ class Pipeline:
             step: runs the user's ``training_step``.
             batch: one microbatch.
         """
-        seen = self._look(self._key("train", step_number, 0), step, batch, trains=True)
+        key = self._key("train", step_number, 0)
+        seen = self._first_look.look(key, step, batch, True, self.user_step)
         return self._measure(seen, batch, None, trains=True)
-
-    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        """Finds out what steps do, and times their layers if that is needed. The layers are in call
-        order from then on.
-        """
-        found = self._run_without_values(key, step, batch)
-        calls = [found.calls]
-        while found.draws and len(calls) < _MOST_DRAWS:
-            if len({call.layer for each in calls for call in each}) == len(self._layers):
-                break
-            # Other microbatches show the places of layers that this one skips at random.
-            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
-            calls.append(again.calls)
-        # Every rank has run its own batch; what the first rank has found counts.
-        order = self.replicas.world.share_object(
-            call_order(
-                merged_order([[call.layer for call in each] for each in calls]), len(self._layers)
-            ),
-            source=0,
-        )
-        if order != sorted(order):
-            self._layers = [self._layers[index] for index in order]
-            for index, each in enumerate(self._layers):
-                each.index = index
-            found = self._run_without_values(key, step, batch, found.core)
-        self._known = found.core
-        layers = [each.layer for each in self._layers]
-        trained = found
-        if trains and key[1] != "train" and self.user_step is not None:
-            # The sanity check comes first, and calls what validation does.
-            own = *key, "training step"
-            trained = self._run_without_values(own, self.user_step, batch, found.core)
-        called = None if not trains or trained.end or trained.draws else trained.called
-        in_steps = self._kept_in(trained.used)
-        crossings = found.crossings()
-        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
-            # Values may go back, too, if they have to.
-            crossings = [each._replace(may_be_cut=True) for each in crossings]
-        called, in_steps, crossings = self.replicas.world.share_object(
-            (called, in_steps, crossings), source=0
-        )
-        self._idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
-        uses = parameter_uses(self.root, layers, called)
-        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
-        self._is_timed = bool(figures)
-        if not figures:
-            figures = {
-                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-                for at, layer in enumerate(layers)
-            }
-        figures |= dict.fromkeys(self._idle, Figures(0.0))
-        return Seen(figures, called, self._idle, uses, crossings, in_steps)
 
     def _measure(
         self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
@@ -468,7 +386,7 @@ class Pipeline:
         """The measurements before the first step, on the first rank. Every rank calls this.
 
         Args:
-            seen: the result of :meth:`_look`.
+            seen: the result of :meth:`FirstLook.look`.
             batch: one microbatch.
             optimizers: those of the run; ``None``: not known yet.
             trains: whether the run trains.
@@ -981,46 +899,6 @@ class Pipeline:
         """Cancels changes of owners that are under way or asked for."""
         self.changes.cancel()
 
-    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
-        """The paths of the tensors that user code keeps in this memory."""
-        nodes = kept_by_user(self.root, set(map(id, self.root.parameters())))
-        return frozenset(
-            path
-            for path, x in nodes
-            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
-        )
-
-    def _run_without_values(
-        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
-    ) -> FakeRun:
-        layers = [each.layer for each in self._layers]
-        if not self._looks_ahead:
-            return FakeRun(len(layers), end="nothing depends on it")
-        run = partial(step, self.root)
-        in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with self.streams.switched(*key), in_step:
-            states = self.streams.torch_states()
-            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
-            found.draws = self.streams.has_drawn_on_host() or not all(
-                map(torch.equal, states, self.streams.torch_states())
-            )
-        return found
-
-    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
-        """The times of layers, on random data of the shapes that they are called with."""
-        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
-        with torch.inference_mode(False), without_compiling():
-            for call in found.calls:
-                each = self._layers[call.layer]
-                with preserved(each.layer.modules()), call.as_called():
-                    stopwatch.observe_call(each, call.leaves, call.rebuild)
-        return stopwatch.figures
-
-    @property
-    def _looks_ahead(self) -> bool:
-        """Whether what a step does is of use before the first one: to choose a cut."""
-        return self.replicas.topology.num_ranks > 1 or self.planning.measures
-
     def plain_backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the last :meth:`plain_training_step`."""
         return run_by(None)
@@ -1090,9 +968,9 @@ class Pipeline:
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
-        if self._known is not None:
-            self.core.learn_from(self._known)
-            self._known = None
+        if self._first_look.known is not None:
+            self.core.learn_from(self._first_look.known)
+            self._first_look.known = None
         self.core.calls, self.core.gates = self.calls, self._layers
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
@@ -1222,7 +1100,7 @@ class Pipeline:
         core.note(outside)
         with self._waiting_weights(), self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
-        if not self._looks_ahead:
+        if not self._first_look.looks_ahead:
             self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
@@ -1346,7 +1224,7 @@ class Pipeline:
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes and not self._is_timed:
+        if self.core.result_bytes and not self._first_look.is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
         self.core.result_bytes.clear()
         self._replan(given.optimizers)
