@@ -210,7 +210,7 @@ class AsynchronousPipeline(Pipeline):
         self._leave_tails()
         self._end_row()
         self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
-        self._gathered(*self._begin_gathering(None))
+        self._gathering.end(*self._gathering.begin(None))
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
         """Called before ``begin_minibatch``; returns updates that are to be made first.
@@ -747,7 +747,9 @@ class AsynchronousPipeline(Pipeline):
             (outcome,) = losses.outcomes
             if not given.wants_result:
                 outcome.result = None
-            one.results = Structure((losses.outcomes, list(map(last_value, self._metrics))))
+            one.results = Structure(
+                (losses.outcomes, list(map(last_value, self._gathering.metrics)))
+            )
             self._tell_results(one)
             loss = outcome.loss
             if loss is not None and loss.requires_grad:
@@ -783,5 +785,5 @@ class AsynchronousPipeline(Pipeline):
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
         values = to_device(report.metrics, self.channels.device)
-        for metric, value in zip(self._metrics, values, strict=True):
+        for metric, value in zip(self._gathering.metrics, values, strict=True):
             set_last_value(metric, value)

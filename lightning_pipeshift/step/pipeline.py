@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torch_private import compiled_in, without_compiling
-from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of, map_leaves
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
 from lightning_pipeshift.model.parameters.layers import (
     FEWEST_LAYERS,
@@ -89,6 +87,7 @@ from lightning_pipeshift.step.checksum import (
 from lightning_pipeshift.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.first_look import FirstLook, Seen
+from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.reporting import Reporting
@@ -107,13 +106,7 @@ from lightning_pipeshift.step.votes import Votes
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import (
-    Prefetch,
-    Structure,
-    gathered,
-    of_stage,
-    require_same_program,
-)
+from lightning_pipeshift.values.gathering import Prefetch, Structure
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
@@ -985,7 +978,7 @@ class Pipeline:
         holdings.is_common = lambda buffer: buffer not in parameter_owners
         self.late_updates.await_before = self.core.await_before
         self._begin_engine()
-        self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
+        self._gathering = Gathering(self.root, self.core, channels, self._share, self.meets)
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
 
@@ -1023,50 +1016,6 @@ class Pipeline:
     def _share(self, mine: Any, source: int) -> Any:
         self.meets()
         return self.channels.share_object(mine, source)
-
-    def _held_by_metrics(self) -> list[Any]:
-        return [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-
-    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum, Prefetch]:
-        """Begins to compare a structure over the stages, and to copy it and the metrics to the
-        host.
-        """
-        structure = Structure(tree)
-        digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
-        digests[self.channels.stage] = structure.digest()
-        prefetch = Prefetch([*structure.leaves, *Structure(self._held_by_metrics()).leaves])
-        return structure, self.channels.post_sum(digests), prefetch
-
-    def _gathered(self, structure: Structure, posted: PostedSum, prefetch: Prefetch) -> Any:
-        """A structure with host tensors in the place of values, and metrics with common tensors, as
-        Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
-        different things, what counts is what the first rank has, as on one device.
-
-        Args:
-            structure: what :meth:`_begin_gathering` returned.
-            posted: likewise.
-            prefetch: likewise.
-        """
-        channels, core = self.channels, self.core
-        assert core is not None
-        self.meets()
-        if len(set(posted.wait().tolist())) > 1:
-            # Values of different programs have different names.
-            require_same_program(core, self._share)
-            first = channels.ranks.index(min(channels.ranks))
-            offered = core.mailbox.offered
-            structure = of_stage(first, structure, channels.stage, self._share, offered)
-        held = self._held_by_metrics()
-        more, num_leaves = Structure(held), len(structure.leaves)
-        leaves = gathered([*structure.leaves, *more.leaves], core, self._share, prefetch)
-        found = more.rebuild(leaves[num_leaves:])
-        for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
-            changed = {name: x for name, x in state.items() if _has_values(before[name])}
-            for name, x in to_device(changed, self.channels.device).items():
-                setattr(metric, name, map_leaves(_of_its_own, x))
-            if _has_values(last):
-                set_last_value(metric, to_device(value, self.channels.device))
-        return structure.rebuild(leaves[:num_leaves])
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
@@ -1281,7 +1230,7 @@ class Pipeline:
                     self._batch_metrics.end()
                 # They travel while the backwards run.
                 everything = list(losses.outcomes), given.is_last_batch
-                begun.append(self._begin_gathering(everything))
+                begun.append(self._gathering.begin(everything))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -1373,7 +1322,7 @@ class Pipeline:
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
         everything = result, logs, given.is_last_batch
-        result, logs, is_last_batch = self._gathered(*self._begin_gathering(everything))
+        result, logs, is_last_batch = self._gathering.end(*self._gathering.begin(everything))
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = Report(result, logs, is_last_batch, size=size, stops=given.stops())
         self._end_step(given, 1)
@@ -1401,7 +1350,7 @@ class Pipeline:
     ) -> Report:
         """The report of a step, on every stage."""
         with self.section(WAIT, What.WAIT, REPORT):
-            found, is_last_batch = self._gathered(everything, posted, prefetch)
+            found, is_last_batch = self._gathering.end(everything, posted, prefetch)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, is_last_batch)
         report.stops = given.stops()
@@ -1450,8 +1399,8 @@ class Pipeline:
         """The reports of all evaluation steps since the last call. Every stage calls this."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
-        found = self._gathered(
-            *self._begin_gathering(
+        found = self._gathering.end(
+            *self._gathering.begin(
                 [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
             )
         )
@@ -1503,7 +1452,7 @@ class Pipeline:
                 for name, tensor in found.items():
                     if name in mine:
                         common = to_device(tensor, self.channels.device)
-                        torch.utils.swap_tensors(mine[name], _of_its_own(common))
+                        torch.utils.swap_tensors(mine[name], of_its_own(common))
 
 
 def _objects_around(module: Any) -> dict[str, Any]:
@@ -1516,17 +1465,8 @@ def _objects_around(module: Any) -> dict[str, Any]:
     return {what: x for what, x in found.items() if x is not None}
 
 
-def _of_its_own(leaf: Any) -> Any:
-    """A tensor in memory that nothing else refers to: a step may write to it at one stage."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
 def _arithmetic() -> int:
     """A number that differs where two CPUs compute other bits: by their kernels, say."""
     x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
     found = x @ x, x.exp(), x.sin(), x.tanh(), x.softmax(0), x.norm()
     return checksum([*found, torch.__version__, torch.get_num_threads()])
-
-
-def _has_values(tree: Any) -> bool:
-    return any(isinstance(leaf, Value) for leaf in leaves_of(tree))
