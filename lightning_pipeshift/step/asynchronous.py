@@ -662,8 +662,12 @@ class AsynchronousPipeline(Pipeline):
         """Runs what is to be run, and the steps that have begun."""
         assert self._minibatches is not None
         flight, tails = self._flight, self._tails
-        backward = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
-        arm = None if backward is None else self._sums_armed_by(backward)
+        arm = None
+        if backward := next((one for one in flight.todo if one.kind is Kind.BACKWARD), None):
+            one = self._under_way[backward.microbatch]
+            if one.minibatch.sums is not None and not one.given.accumulation.has_begun:
+                # Its gradients are summed over the virtual machines.
+                arm = one.minibatch.sums.arm
         newest = self._under_way[max(self._under_way)]
         seed = stream_seed("train", newest.given.step_number)
         versions = self._versions = self._minibatches.versions
@@ -685,14 +689,6 @@ class AsynchronousPipeline(Pipeline):
     def _leave_tails(self) -> None:
         if self._tails is not None:
             self._tails.leave()
-
-    def _sums_armed_by(self, action: Action) -> Callable[[], object] | None:
-        """Returns the function that begins to sum gradients over the virtual machines (replicas of
-        the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
-        """
-        one = self._under_way[action.microbatch]
-        sums = one.minibatch.sums
-        return sums.arm if sums is not None and not one.given.accumulation.has_begun else None
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:

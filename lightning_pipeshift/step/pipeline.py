@@ -685,12 +685,6 @@ class Pipeline:
         """
         return self.replicas.topology.num_ranks == 1
 
-    @property
-    def runs_plain_steps(self) -> bool:
-        """Whether this is the only device, and a step has one microbatch."""
-        stages_per_vm = self.replicas.topology.stages_per_vm
-        return self.is_by_itself and self.settings.leaves_steps_whole(stages_per_vm)
-
     def begins_plain_step(self, batch: Any, step: UserStep, step_number: int) -> bool:
         """Whether the coming training step is the user's own, without additions: on one device, if
         the batch is not split, nothing is measured, and no layer is recomputed or moves. Makes the
@@ -701,7 +695,8 @@ class Pipeline:
             step: runs the user's ``training_step``.
             step_number: counts batches over the whole run.
         """
-        if not self.runs_plain_steps:
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        if not (self.is_by_itself and self.settings.leaves_steps_whole(stages_per_vm)):
             return False
         self._prepare(self._key("train", step_number, 0), step, batch)
         return not self.plan.recomputed(self.vm) and self.changes.last is None
@@ -791,20 +786,11 @@ class Pipeline:
         assert self.holdings is not None
         self.holdings.return_gradients_aside()
 
-    def _replan(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.changes.last is None and not self.plan.placement.owners:
-            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            self.planning.after_step(self.plan, own, self._layers, optimizers)
-
     # --- training: the step ---
 
     def _sums(self, accumulation: Accumulation) -> Aggregation | None:
         """Sums a step's gradients over the virtual machines, if an optimizer step follows it."""
         return self._aggregation if not accumulation.goes_on else None
-
-    def _waiting_weights(self) -> AbstractContextManager[None]:
-        """A context in which weights that wait in host memory come to the device."""
-        return self.memory.weights.in_step() if self.memory is not None else nullcontext()
 
     def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
         assert self.holdings is not None
@@ -1047,7 +1033,9 @@ class Pipeline:
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._waiting_weights(), self._running_steps():
+        # Weights that wait in host memory come to the device.
+        weights = self.memory.weights.in_step() if self.memory is not None else nullcontext()
+        with weights, self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
         if not self._first_look.looks_ahead:
             self.order = merged_order(list(core.called.values()))
@@ -1176,7 +1164,9 @@ class Pipeline:
         if self.core.result_bytes and not self._first_look.is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
         self.core.result_bytes.clear()
-        self._replan(given.optimizers)
+        if self.changes.last is None and not self.plan.placement.owners:
+            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+            self.planning.after_step(self.plan, own, self._layers, given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
