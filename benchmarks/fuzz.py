@@ -48,7 +48,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
-from lightning_pipeshift.runtime.step.control_files import moves_of
+from lightning_pipeshift.step.control_files import moves_of
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 1 << 30

@@ -26,7 +26,7 @@ from lightning_pipeshift.compat import torch_private
 from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.offload import shared_memory
 from lightning_pipeshift.step import suspension
-from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values import gradients, microbatch
 from lightning_pipeshift.values.contract import ContractFinder
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -211,7 +211,7 @@ def _devices_of_run(
     yield pipeline.channels, "device", GPU
     # Memory that ranks share is the device's.
     ends = [link.end for link in pipeline.channels._links.values()]
-    if isinstance(pipeline, ValuePipeline):
+    if isinstance(pipeline, Pipeline):
         assert pipeline.core is not None
         mailbox = pipeline.core.mailbox
         ends += mailbox._ends.values()

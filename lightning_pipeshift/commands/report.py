@@ -11,7 +11,7 @@ from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.files import write_text
-from lightning_pipeshift.runtime.step.control_files import FOLDER
+from lightning_pipeshift.step.control_files import FOLDER
 from lightning_pipeshift.timeline import outcomes
 from lightning_pipeshift.timeline.recording import Recording
 

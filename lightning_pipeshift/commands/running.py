@@ -18,7 +18,7 @@ from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.files import parse_json, printable, read_bytes
 from lightning_pipeshift.plan.document.moves import Move
-from lightning_pipeshift.runtime.step.control_files import FOLDER, STATUS, ask
+from lightning_pipeshift.step.control_files import FOLDER, STATUS, ask
 from lightning_pipeshift.text import layers_text, seconds_text, table
 from lightning_pipeshift.timeline.outcomes import Change
 
@@ -156,7 +156,7 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     """A status as text.
 
     Args:
-        status: the entries of :func:`~lightning_pipeshift.runtime.step.status.status_of`, and those
+        status: the entries of :func:`~lightning_pipeshift.step.status.status_of`, and those
             that the writer of the file adds.
         is_alive: whether the process is known to exist.
     """

@@ -39,9 +39,9 @@ from lightning_pipeshift.lightning.steps import StepContext, is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.step.minibatches import Finished
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
-from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
+from lightning_pipeshift.step.asynchronous import AsynchronousPipeline
+from lightning_pipeshift.step.minibatches import Finished
+from lightning_pipeshift.step.training_batch import TrainingBatch
 from lightning_pipeshift.values.value import run_by
 
 
@@ -83,12 +83,12 @@ class AsynchronousTraining(TrainingSteps):
     """
 
     steps_itself = True
-    _pipeline: AsynchronousValuePipeline
+    _pipeline: AsynchronousPipeline
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: AsynchronousValuePipeline,
+        pipeline: AsynchronousPipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],

@@ -37,7 +37,7 @@ from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.liveness.stalls import purpose
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values.value import run_by
 
 log = logging.getLogger(__name__)

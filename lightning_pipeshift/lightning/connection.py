@@ -52,7 +52,7 @@ from lightning_pipeshift.runtime.liveness.stalls import (
     purpose,
 )
 from lightning_pipeshift.runtime.planning.probe import found_here, with_speeds
-from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+from lightning_pipeshift.step.control_files import FOLDER, WITHOUT_LOGGER
 
 T = TypeVar("T")
 

@@ -26,14 +26,14 @@ from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.comm.channels import PostedSum
-from lightning_pipeshift.runtime.step.checksum import (
+from lightning_pipeshift.step.checksum import (
     require_data_for_all,
     require_same_lengths,
     require_same_places,
 )
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import UserStep
-from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, ValuePipeline
+from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, Pipeline
+from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.training_batch import UserStep
 
 # Where no batch comes any more: the numbers of a dataloader and a batch, and that it is the end.
 _NO_BATCH = -1, -1, True
@@ -54,7 +54,7 @@ class EvaluationSteps:
         context: that of a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, pipeline: ValuePipeline, context: StepContext) -> None:
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
         self._context = context

@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.lightning_private import end_as_after_sigterm
 from lightning_pipeshift.lightning.checkpoints import warn_not_saved
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.patches import Adjustments
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 
 
 class Interruptions:

@@ -25,10 +25,10 @@ from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
-from lightning_pipeshift.runtime.step.control_files import ControlFiles
-from lightning_pipeshift.runtime.step.status import status_of
-from lightning_pipeshift.step.asynchronous import AsynchronousValuePipeline
-from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.asynchronous import AsynchronousPipeline
+from lightning_pipeshift.step.control_files import ControlFiles
+from lightning_pipeshift.step.pipeline import Pipeline
+from lightning_pipeshift.step.status import status_of
 
 
 def _say(message: str) -> None:
@@ -39,7 +39,7 @@ def _say(message: str) -> None:
 class Run:
     """The parts of one run. They answer questions until the next run starts."""
 
-    pipeline: ValuePipeline
+    pipeline: Pipeline
     requests: ControlFiles
     training: TrainingSteps
     evaluation: EvaluationSteps
@@ -77,10 +77,10 @@ class Run:
         metric_sync.attach(module, device)
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
-        make_pipeline: type[ValuePipeline] = ValuePipeline
+        make_pipeline: type[Pipeline] = Pipeline
         make_training: Any = TrainingSteps
         if settings.is_asynchronous and not is_plain:
-            make_pipeline, make_training = AsynchronousValuePipeline, AsynchronousTraining
+            make_pipeline, make_training = AsynchronousPipeline, AsynchronousTraining
         pipeline = make_pipeline(
             root=module,
             channels=connection.channels,

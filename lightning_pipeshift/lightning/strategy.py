@@ -68,7 +68,7 @@ from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.ownership.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 
 T = TypeVar("T")
 

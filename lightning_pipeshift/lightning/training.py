@@ -40,13 +40,13 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.step.checksum import (
+from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
-from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.pipeline import Pipeline
+from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
@@ -86,7 +86,7 @@ class TrainingSteps:
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: ValuePipeline,
+        pipeline: Pipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],
@@ -147,7 +147,7 @@ class TrainingSteps:
         trainer, pipeline = self._trainer, self._pipeline
         step = self._step_of(rest)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
-        self._is_plain = pipeline.begins_plain_step(batch, step, number, trainer.optimizers)
+        self._is_plain = pipeline.begins_plain_step(batch, step, number)
         if self._is_plain:
             result = pipeline.plain_training_step(batch, step, number)
             if self._is_automatic:

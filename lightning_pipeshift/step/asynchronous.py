@@ -1,35 +1,80 @@
-"""One rank's part of an asynchronous pipeline whose stages all run the whole of the user's step."""
+"""One rank's part in an asynchronous pipeline: it does not drain between two batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.errors import LayerError, PlanError, some_of
+from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError, some_of
+from lightning_pipeshift.model.execution.microbatch import split
+from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Place
+from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
+from lightning_pipeshift.plan.schedule.cut_over import cut_over
+from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
-from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
-from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.planning.move_decision import Decision
+from lightning_pipeshift.runtime.recording.recorder import Recorder
+from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
+from lightning_pipeshift.step.checksum import (
+    checksum,
+    different_batches,
+    is_checked,
+    require_same_end,
+)
+from lightning_pipeshift.step.control_files import Answer
+from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
+from lightning_pipeshift.step.pipeline import Pipeline
+from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.suspension import ThreadState
-from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
+from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import running, versions_in
+
+
+class _Notice(NamedTuple):
+    """A message of the first rank to all others before a minibatch.
+
+    Args:
+        plans: those that come into force one after the other, in place of those that have not
+            begun; empty for no change.
+        decision: by measurements, if there is one.
+        refusal: why the decision's plan cannot come into force; empty if it can.
+        ends: whether the run ends after the minibatch.
+        asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
+            stage passes it on to the first rank.
+        checksum: that of stage 0's batch, if it is compared.
+    """
+
+    plans: list[str]
+    decision: Decision | None
+    refusal: str
+    ends: bool
+    asks_to_end: bool
+    checksum: int = 0
+
+
+def _finish_all(sums: Aggregation) -> tuple[()]:
+    sums.finish()
+    return ()
 
 
 @dataclass
@@ -52,50 +97,13 @@ class _UnderWay:
     """On the last stage, which of its leaves others have, and what takes them."""
 
 
-class AsynchronousEngine(Engine):
-    """An :class:`Engine` whose microbatches are minibatches: the backward of one comes in the call
-    of a later one on all stages but the last.
-    """
+class AsynchronousPipeline(Pipeline):
+    """A :class:`Pipeline` whose batches are minibatches: several of them are in flight, each at
+    another stage, and stages make their updates at different times.
 
-    def _advance(
-        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
-    ) -> None:
-        super()._advance(microbatch, flight, tails)
-        # The same step may have to wait in one run and not in another: both end with the error.
-        if microbatch.is_done and microbatch.latest_wait is not None:
-            self._require_no_gradient_to_later([microbatch], *microbatch.latest_wait)
-
-    def _wait(self, flight: Flight) -> None:
-        begun = {**flight.done, **flight.live}
-        for waiting in self._in_turn(flight.live):
-            if waiting.waits_for is not None:
-                earlier = [one for number, one in begun.items() if number < waiting.order]
-                self._require_no_gradient_to_later(earlier, *waiting.waits_for)
-        super()._wait(flight)
-
-    def _require_no_gradient_to_later(
-        self, begun: Iterable[SuspendableMicrobatch], key: Key, place: Place
-    ) -> None:
-        """Raises LayerError if a forward waits for a later stage that may wait for a gradient of
-        this one: in its backward of an earlier minibatch, which comes in a later call here.
-        """
-        stage = self._core.stage
-        for one in begun:
-            first, end, where = one.gradients_to_later or (0, 0, "")
-            if first <= stage < min(end, key.source):
-                raise LayerError(
-                    f"`{place.label}` ({place.line}) at stage {stage} needs what stage"
-                    f" {key.source} computes for the same batch, and stage {end} needs a gradient"
-                    f" of stage {first}, since {where} uses there what a later stage has computed"
-                    " or used before. With an asynchronous schedule each would wait for the other."
-                    " Let values that need a gradient go to later stages only: use another"
-                    " partition, compute what an earlier stage has to compute before later layers"
-                    " are called, `detach()` it, or use schedule='1f1b'."
-                )
-
-
-class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
-    """An :class:`AsynchronousPipeline` on values.
+    No rank asks another one in a step. What the first rank decides travels down the pipeline ahead
+    of the payload of the minibatch from which it holds, and what other ranks report travels up with
+    the gradients.
 
     A stage's call for minibatch ``k`` depends on calls for ``k`` and earlier ones of other stages
     only, so any stage may wait in a call for all others to come to it, and nothing deadlocks.
@@ -106,8 +114,21 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
 
     _engine_class = AsynchronousEngine
 
+    _sums_together = False
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        require_deepest_first(self.replicas.topology.stages_per_vm)
+        self._minibatches: Minibatches | None = None
+        """Those in flight, from the first one on."""
+        self._asks_to_end_here = self._end_is_wanted = False
+        self._timers: dict[int, Timer] = {}
+        """By minibatch in flight."""
+        self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
+        self._asked: list[Plan] = []
+        """The plans that were asked for since the last minibatch; those of the first rank count."""
+        self._old_aggregations: list[Aggregation] = []
+        """Those of minibatches that have begun before layers changed their owners."""
         self._flight = Flight()
         self._under_way: dict[int, _UnderWay] = {}
         """By the minibatch's number."""
@@ -124,6 +145,403 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         # Of the steps since the pipeline was empty. All stages add it to their program's digest at
         # the same time.
         self._digest = 0
+
+    # --- as a Pipeline ---
+
+    @property
+    def coming_plan(self) -> Plan:
+        """See :class:`Pipeline`."""
+        return self._asked[-1] if self._asked else self._live.last or super().coming_plan
+
+    def migrate(self, moves: Iterable[Move]) -> None:
+        """See :class:`Pipeline`. Only the first rank raises PlanError for a lack of memory."""
+        plan = self.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        if self.replicas.rank == 0:
+            self.planning.require_memory(plan, is_here=True)
+        self.adopt(plan)
+
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        parts = [plan]
+        if self.replicas.rank == 0 and not at_once:
+            parts = self.planning.parts_here(self._live.next or self.plan, plan)
+        self._require_movable(parts)
+        self._asked = parts
+
+    def record_actions(self, recorder: Recorder | None) -> None:
+        """See :class:`Pipeline`."""
+        super().record_actions(recorder)
+        self._live.record(recorder)
+
+    @property
+    def _layers_on_their_way(self) -> frozenset[int]:
+        return self._live.layers
+
+    def release(self) -> None:
+        """See :class:`Pipeline`."""
+        self._live.abandon()
+        for sums in self._old_aggregations:
+            sums.close()
+        super().release()
+
+    def _cancel_changes(self) -> None:
+        self._live.cancel()
+        super()._cancel_changes()
+
+    # --- minibatches ---
+
+    def drain(self) -> Iterator[Finished]:
+        """Runs the backwards of all minibatches in flight, one at a time. Every stage calls this
+        after the same minibatch.
+        """
+        minibatches = self._minibatches
+        if minibatches is None or minibatches.are_over:
+            return
+        while minibatches.oldest is not None:
+            self._make_place_for_gradients(minibatches.oldest)
+            finished = minibatches.end_one()
+            assert finished is not None
+            yield self._finish(finished)
+        minibatches.end_one()
+        self._timers.clear()
+        self.planning.end_gathering()
+        self.channels.settle()
+        assert self.core is not None
+        self._leave_tails()
+        self._end_row()
+        self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
+        self._gathering.end(*self._gathering.begin(None))
+
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
+        """Called before ``begin_minibatch``; returns updates that are to be made first.
+
+        Args:
+            batch: the minibatch.
+            batch_idx: its index in the epoch.
+            ends_update: whether the minibatch is the last one of its update.
+        """
+        if self._live.last is not None or self._live.layers:
+            # This stage may wait for layers whose old owner waits for a suspended step of this one.
+            self._end_steps()
+        if self._minibatches is None:
+            return []
+        self._take_notice(batch, batch_idx)
+        number, update = self._minibatches.next, self._minibatches.versions.update
+        moving = self._live.layers
+        plan, late = self._live.before_turn(number, update, ends_update)
+        if plan is not None:
+            self._come_into_force(plan)
+        if plan is not None or moving != self._live.layers:
+            self._follow_with_memory()
+        return late
+
+    def _come_into_force(self, plan: Plan) -> None:
+        """Puts a plan in force, from the next minibatch on. Minibatches in flight have their values
+        and gradients where these are: only backwards are left of them.
+        """
+        assert self.holdings is not None
+        self._require_one_holder(plan)
+        self._plan = plan
+        if self._aggregation is not None:
+            # Updates that have begun are summed over their own owners.
+            self._old_aggregations.append(self._aggregation)
+            uses = self.holdings.uses
+            self._aggregation = self._gradient_sums.aggregation(uses, plan, is_new=False)
+        self._say_who_has_no_work()
+        # Times under the old plan do not hold for the new one.
+        self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+        self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
+        core, between = self.core, self._between
+        assert core is not None
+        assert between is not None
+        core.place(self._owners())
+        self._place_shared()
+        core.note(between)
+        self._leave_tails()
+        self._begin_outside()
+        self._begin_engine()
+
+    def _take_notice(self, batch: Any, batch_idx: int) -> None:
+        """Learns what the first rank has decided, before a minibatch from which on it holds. This
+        travels down the pipeline ahead of the minibatch's payload, so it causes no wait.
+        """
+        world, channels, stage = self.replicas.world, self.channels, self.channels.stage
+        if self.replicas.rank == 0:
+            notice = self._notice()
+            for ranks in self.replicas.topology.ranks[1:]:
+                world.send_object(notice, world.ranks.index(ranks[0]))
+            world.settle(all_but=2 * world.num_stages)
+        elif stage == 0:
+            notice = world.receive_object(world.ranks.index(0))
+        else:
+            # The payload of the same minibatch follows it.
+            assert self._minibatches is not None
+            forward = Action(Kind.FORWARD, self._minibatches.next)
+            with self.section(WAIT, What.WAIT, str(forward)):
+                notice = channels.receive_object(stage - 1)
+        if channels.num_stages > 1 and is_checked(batch_idx):
+            mine = checksum(batch)
+            if not stage:
+                notice = notice._replace(checksum=mine)
+            elif notice.checksum != mine:
+                raise different_batches(batch_idx, [stage])
+        self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
+        if not self.is_last:
+            notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
+            channels.send_object(notice_here, stage + 1)
+            channels.settle(all_but=2 * channels.num_stages)
+        self._asked = []
+        if notice.plans:
+            self._live.request(Plan.from_json(text) for text in notice.plans)
+        if notice.decision is not None:
+            self.planning.accept(notice.decision)
+            if notice.refusal:
+                self.planning.decisions.refuse(notice.refusal)
+            elif not notice.decision.is_new and self.coming_plan is self.plan:
+                self._plan = Plan.from_json(notice.decision.plan)
+        self.is_to_end = notice.ends
+
+    def _notice(self) -> _Notice:
+        """The first rank's decisions since the last minibatch."""
+        refusal = ""
+        for request in self._outside.take_requests() if self._outside.has_requests else ():
+            try:
+                self.migrate(request.moves)
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            else:
+                answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
+            self.messages.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+        ends = self.asks_to_end or self._end_is_wanted
+        planning = self.planning
+        decision = planning.take_decision(self.coming_plan) if planning.has_decided else None
+        if decision is not None and decision.is_new:
+            try:
+                self.adopt(Plan.from_json(decision.plan))
+            except PlanError as error:
+                refusal = str(error)
+        plans = [part.to_json() for part in self._asked]
+        return _Notice(plans, decision, refusal, ends, self.asks_to_end)
+
+    def forget_older_weights(self) -> None:
+        """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
+        weights only, so this one goes on with them, too.
+        """
+        if self._minibatches is not None:
+            self._minibatches.versions.begin_anew()
+
+    def finish_updates(self) -> list[LateUpdate]:
+        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
+        that are still to be made.
+        """
+        if self._minibatches is None:
+            return []
+        late = self._live.settle(self._minibatches.next)
+        self._follow_with_memory()
+        return late
+
+    @contextmanager
+    def updating(self, minibatch: Minibatch | None) -> Iterator[None]:
+        """Context of an optimizer's step in an asynchronous schedule.
+
+        Args:
+            minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
+        """
+        assert self._minibatches is not None
+        assert self.holdings is not None
+        if minibatch is not None:
+            self._live.withhold(minibatch.tag)
+        parameters = [use.parameter for use in self.holdings.held]
+        with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
+            yield
+        if self.live_migration is not None:
+            self.live_migration.send_newest(self._minibatches.next)
+
+    def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
+        """Begins to move layers for a plan.
+
+        Args:
+            plan: the plan.
+            minibatch: the one before whose forward every stage calls this.
+        """
+        assert self.holdings is not None
+        assert self._minibatches is not None
+        earliest = minibatch + 1
+        # The same minibatch in all virtual machines, so that the owners of an update are known.
+        for vm in range(self.replicas.count):
+            stages = zip(self.plan.placement.stages(vm), plan.placement.stages(vm), strict=True)
+            for source, target in stages:
+                if source != target:
+                    earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
+        return LiveMigration(
+            self.holdings,
+            plan.placement.stages(self.vm),
+            self._optimizers,
+            self._threads,
+            earliest,
+            self._minibatches.versions,
+            self._deferred,
+            self._minibatches.newest_update,
+        )
+
+    def _require_movable(self, parts: Sequence[Plan]) -> None:
+        """Raises PlanError where plans cannot come into force one after the other in an
+        asynchronous schedule.
+        """
+        # A layer moves in one part only.
+        plan, schedule = parts[-1], self.settings.schedule
+        for part in parts:
+            if part.placement.owners:
+                raise PlanError(
+                    f"schedule={schedule!r}: values would go back to an earlier stage, as the"
+                    f" layers would be on the stages {part.placement.owners}, in the order of their"
+                    " calls, for each virtual machine (replica of the pipeline). Move the layers"
+                    " between them, too, or use schedule='1f1b'."
+                )
+        if self._aggregation is not None and self._aggregation.in_order:
+            raise PlanError(
+                f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
+                " the virtual machines by collectives, whose process groups all ranks have to make"
+                " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
+                " virtual_machines=1, or schedule='1f1b'."
+            )
+        assert self.holdings is not None
+        require_same_sharers(self.holdings.uses, self.plan.placement, plan.placement, schedule)
+        before, after = (
+            [stage for vm in range(self.replicas.count) for stage in placement.stages(vm)]
+            for placement in (self.plan.placement, plan.placement)
+        )
+        moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
+        copied = self.holdings.copied_layers if moving else {}
+        for layer in (layer % plan.placement.num_layers for layer in moving):
+            if layer in copied:
+                raise PlanError(
+                    f"schedule={schedule!r}: a callback, or other code of yours, keeps a copy of"
+                    f" {copied[layer]!r} (an average, for example), and copies do not move while"
+                    " minibatches are in flight. Leave the layer where it is, keep no copy, or use"
+                    " schedule='1f1b'."
+                )
+        for part in parts:
+            self._require_one_holder(part)
+
+    @property
+    def minibatches_in_flight(self) -> list[Minibatch]:
+        """Those that wait for their backward on this stage, the oldest first."""
+        return self._minibatches.in_flight if self._minibatches is not None else []
+
+    @property
+    def migration_seconds(self) -> float:
+        """See :class:`Pipeline`."""
+        live = self.live_migration
+        return live.exposed_seconds if live is not None else super().migration_seconds
+
+    @property
+    def num_waiting_changes(self) -> int:
+        """How many changes of owners have been asked for, and have not begun."""
+        return self._live.num_waiting + bool(self._asked)
+
+    @property
+    def live_migration(self) -> LiveMigration | None:
+        """The last change of owners in an asynchronous schedule, if there was one."""
+        return self._live.migration
+
+    @property
+    def num_weight_versions(self) -> int:
+        """How many versions of its weights the stage holds."""
+        return self._minibatches.versions.num_versions if self._minibatches is not None else 1
+
+    def _make_minibatches(self) -> Minibatches:
+        assert self.holdings is not None
+        versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
+        versions.follow(use.parameter for use in self.holdings.held)
+        stage, num_stages = self.channels.stage, self.channels.num_stages
+        self._minibatches = Minibatches(self, stage, num_stages, versions)
+        return self._minibatches
+
+    def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
+        assert self.holdings is not None
+        self.holdings.return_gradients()
+        self.holdings.set_gradients_aside(keep=not minibatch.begins_update)
+
+    def _finish(self, minibatch: Minibatch) -> Finished:
+        assert self.holdings is not None
+        self._timers.pop(minibatch.number, None)
+        report = self._report_along(minibatch)
+        require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
+        sums = minibatch.sums
+        with self.section("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(
+                report.correction,
+                partial(_finish_all, sums) if sums is not None else None,
+                joins=sums is not None and not minibatch.begins_update,
+            )
+        self._close_old_aggregations()
+        core = self.core
+        assert core is not None
+        one = self._under_way.pop(minibatch.number)
+        # What a stage sends it does not change before the backward, when the others have got it.
+        core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
+        self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
+        one.microbatch.release()
+        return Finished(minibatch, report)
+
+    def _close_old_aggregations(self) -> None:
+        """Closes those that no minibatch in flight needs any more."""
+        needed = [minibatch.sums for minibatch in self.minibatches_in_flight]
+        for old in list(self._old_aggregations):
+            if old not in needed:
+                old.close()
+                self._old_aggregations.remove(old)
+
+    def run(self, row: Row, ahead: Row) -> None:
+        """Runs a stage's turn: see :class:`Minibatches`."""
+        assert self._minibatches is not None
+        self._begin_row((*row, *ahead))
+        self._flight.todo.extend(row)
+        self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
+
+    # --- the report ---
+
+    def _own_report(self, minibatch: Minibatch) -> Report:
+        one = self._under_way[minibatch.number]
+        leaves = list(one.results.leaves)
+        for places, take in one.awaited:
+            for at, tensor in zip(places, take(), strict=True):
+                leaves[at] = tensor
+        outcomes, metrics = to_host(
+            one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
+        )
+        report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
+        digest = one.results.digest(with_numbers=False)
+        return replace(report, metrics=metrics, digest=digest)
+
+    def _report_along(self, minibatch: Minibatch) -> Report:
+        """The last stage's report of a minibatch, which goes from stage to stage as its gradient
+        does.
+        """
+        stage = self.channels.stage
+        if self.is_last:
+            mine = self._own_report(minibatch)
+            mine.asks_to_end = self._asks_to_end_here
+            mine.stops = minibatch.stops()
+            report = merge_reports(self.replicas.exchange(mine), self.vm)
+        else:
+            with self.section(WAIT, What.WAIT, REPORT):
+                report = self.channels.receive_object(stage + 1)
+        self._end_is_wanted |= report.asks_to_end
+        if stage:
+            self.channels.send_object(report, stage - 1)
+            # The earlier stage takes them in this order, each after a backward.
+            self.channels.settle(all_but=2 * self.channels.num_stages)
+        results = self._under_way[minibatch.number].results
+        if report.digest != results.digest(with_numbers=False):
+            raise LayerError(
+                "The ranks have logged, returned, or put into a metric, different values in a step."
+                " With an asynchronous schedule do this on every rank (without `if"
+                f" trainer.is_global_zero`). {ADVICE}"
+            )
+        return report
 
     def _number_of(self, key: Key) -> int | None:
         return next((n for n, one in self._under_way.items() if one.run == key.step), None)
@@ -148,13 +566,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                 core.parameter_owners[use.parameter] = holders[0]
                 core.written.add(use.parameter)
 
-    # --- moves ---
-
-    def _require_movable(self, parts: Sequence[Plan]) -> None:
-        super()._require_movable(parts)
-        for part in parts:
-            self._require_one_holder(part)
-
     def _require_one_holder(self, plan: Plan) -> None:
         """Raises PlanError if a layer moves with a tensor of which another stage may have the
         newest values: that one is not asked while minibatches are in flight.
@@ -174,32 +585,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
                         " it where it is, or use schedule='1f1b'."
                     )
 
-    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
-        """See :class:`AsynchronousPipeline`."""
-        if self._live.last is not None or self._live.layers:
-            # This stage may wait for layers whose old owner waits for a suspended step of this one.
-            self._end_steps()
-        return super().before_minibatch(batch, batch_idx, ends_update)
-
-    def _come_into_force(self, plan: Plan) -> None:
-        """See :class:`AsynchronousPipeline`. Minibatches in flight have their values and gradients
-        where these are: only backwards are left of them.
-        """
-        self._require_one_holder(plan)
-        super()._come_into_force(plan)
-        core, between = self.core, self._between
-        assert core is not None
-        assert between is not None
-        core.place(self._owners())
-        self._place_shared()
-        core.note(between)
-        self._leave_tails()
-        self._begin_outside()
-        self._begin_engine()
-
-    def _note_begin(self) -> None:
-        Pipeline._note_begin(self)
-
     def meets(self) -> None:
         """See :class:`Pipeline`. Other stages may wait for what a suspended step does."""
         self._end_steps()
@@ -214,45 +599,75 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
     # --- minibatches ---
 
     def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
-        """See :class:`AsynchronousPipeline`."""
+        """Runs the forward of a minibatch, and the backward that is due with it.
+
+        Args:
+            given: the batch.
+            tag: what belongs to it for the caller.
+
+        Returns:
+            the minibatch of that backward, if there is one.
+        """
         self._note_begin()
         if self._minibatches is None:
             # Later batches are compared by :meth:`before_minibatch`.
             self.meets()
             self._check_batch(given.batch, given.batch_idx)
-        part, size, minibatches = self._prepared(given)
-        core, holdings, outside = self.core, self.holdings, running()
+        ((part, size),) = split(given.batch, 1)
+        planning, profiler = self.planning, self.planning.profiler
+        planning.note_samples(size)
+        self._prepare(self._key("train", given.step_number, 0), given.step, part)
+        self._optimizers = given.optimizers
+        minibatches = self._minibatches or self._make_minibatches()
+        core, outside = self.core, running()
         assert core is not None
-        assert holdings is not None
         assert isinstance(outside, Microbatch)
         losses = self._reporting.losses([size], given.loss_scale, 1)
         core.note(outside)
         core.begin(0 if minibatches.are_over else self.channels.num_stages - 1)
-        minibatch = self._minibatch(given, minibatches.next, part, losses, tag)
+        minibatch = Minibatch(
+            number=minibatches.next,
+            batch=part,
+            losses=losses,
+            batch_idx=given.batch_idx,
+            is_last_batch=given.is_last_batch,
+            stops=given.stops,
+            begins_update=not given.accumulation.has_begun,
+            ends_update=not given.accumulation.goes_on,
+            sums=self._sums(given.accumulation),
+            tag=tag,
+        )
         self._begins = self._under_way[minibatches.next] = _UnderWay(
             given, minibatch, core.num_steps
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
-        self._begin_timing(minibatches.next)
+        if planning.measures and not profiler.is_over:
+            self._timers[minibatches.next] = profiler.timer
+        profiler.begin_step()
         finished = minibatches.begin(minibatch)
         self._begins = None
         self._begin_outside()
-        return self._end_minibatch(given, finished)
-
-    def run(self, row: Row, ahead: Row) -> None:
-        """Runs a stage's turn: see :class:`Minibatches`."""
-        assert self._minibatches is not None
-        self._begin_row((*row, *ahead))
-        self._flight.todo.extend(row)
-        self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
+        profiler.end_step()
+        self._num_microbatches_done += 1
+        self.num_steps_done = planning.decisions.step = given.step_number + 1
+        found = [] if finished is None else [self._finish(finished)]
+        if self._live.last is None and not self.plan.placement.owners:
+            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+            lag = max(self.replicas.topology.stages_per_vm)
+            planning.after_step(self.plan, own, self._layers, given.optimizers, lag)
+        return found
 
     def _go_on(self, leaves_some: bool) -> None:
         """Runs what is to be run, and the steps that have begun."""
         assert self._minibatches is not None
         flight, tails = self._flight, self._tails
-        backward = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
-        arm = None if backward is None else self._sums_armed_by(backward)
+        arm = None
+        if backward := next((one for one in flight.todo if one.kind is Kind.BACKWARD), None):
+            one = self._under_way[backward.microbatch]
+            if one.minibatch.sums is not None and not one.given.accumulation.has_begun:
+                # Its gradients are summed over the virtual machines.
+                arm = one.minibatch.sums.arm
         newest = self._under_way[max(self._under_way)]
         seed = stream_seed("train", newest.given.step_number)
         versions = self._versions = self._minibatches.versions
@@ -275,14 +690,6 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
         if self._tails is not None:
             self._tails.leave()
 
-    def _sums_armed_by(self, action: Action) -> Callable[[], object] | None:
-        """Returns the function that begins to sum gradients over the virtual machines (replicas of
-        the pipeline), to be called before a backward; ``None`` if there is nothing to begin.
-        """
-        one = self._under_way[action.microbatch]
-        sums = one.minibatch.sums
-        return sums.arm if sums is not None and not one.given.accumulation.has_begun else None
-
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
         versions = self._versions
@@ -296,7 +703,7 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             self.in_call(one.minibatch.tag) if is_later else nullcontext(),
             super()._around(action),
         ):
-            versions.begin_action(0, action)
+            versions.begin_action(action)
             before = self._writes_to_weights()
             try:
                 yield
@@ -336,7 +743,9 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             (outcome,) = losses.outcomes
             if not given.wants_result:
                 outcome.result = None
-            one.results = Structure((losses.outcomes, list(map(last_value, self._metrics))))
+            one.results = Structure(
+                (losses.outcomes, list(map(last_value, self._gathering.metrics)))
+            )
             self._tell_results(one)
             loss = outcome.loss
             if loss is not None and loss.requires_grad:
@@ -369,51 +778,8 @@ class AsynchronousValuePipeline(ValuePipeline, AsynchronousPipeline):
             take = one.microbatch.tell_later(mine, source, last, "the results of the step")
             one.awaited.append((places, take))
 
-    # --- the report ---
-
-    def _own_report(self, minibatch: Minibatch) -> Report:
-        one = self._under_way[minibatch.number]
-        leaves = list(one.results.leaves)
-        for places, take in one.awaited:
-            for at, tensor in zip(places, take(), strict=True):
-                leaves[at] = tensor
-        outcomes, metrics = to_host(
-            one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
-        )
-        report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
-        digest = one.results.digest(with_numbers=False)
-        return replace(report, metrics=metrics, digest=digest)
-
-    def _report_along(self, minibatch: Minibatch) -> Report:
-        report = super()._report_along(minibatch)
-        results = self._under_way[minibatch.number].results
-        if report.digest != results.digest(with_numbers=False):
-            raise LayerError(
-                "The ranks have logged, returned, or put into a metric, different values in a step."
-                " With an asynchronous schedule do this on every rank (without `if"
-                f" trainer.is_global_zero`). {ADVICE}"
-            )
-        return report
-
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
         values = to_device(report.metrics, self.channels.device)
-        for metric, value in zip(self._metrics, values, strict=True):
+        for metric, value in zip(self._gathering.metrics, values, strict=True):
             set_last_value(metric, value)
-
-    def _finish(self, minibatch: Minibatch) -> Finished:
-        found, core = super()._finish(minibatch), self.core
-        assert core is not None
-        one = self._under_way.pop(minibatch.number)
-        # What a stage sends it does not change before the backward, when the others have got it.
-        core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
-        self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
-        one.microbatch.release()
-        return found
-
-    def _end_drain(self) -> None:
-        assert self.core is not None
-        self._leave_tails()
-        self._end_row()
-        self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
-        self._gathered(*self._begin_gathering(None))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,110 +12,111 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
-from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
+from lightning_pipeshift.compat.torch_private import compiled_in, without_compiling
 from lightning_pipeshift.devices.properties import total_memory
-from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
+from lightning_pipeshift.errors import BudgetError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
-from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
-from lightning_pipeshift.model.parameters.uses import parameter_uses
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
+from lightning_pipeshift.model.parameters.layers import (
+    FEWEST_LAYERS,
+    compiled_around,
+    find_layers,
+    require_layers,
+)
+from lightning_pipeshift.model.parameters.uses import (
+    ParameterUse,
+    modules_of_user_code,
+    of_one_layer,
+)
+from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import (
     SavedTable,
     addresses_of,
     bytes_of,
     resident_in,
 )
-from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
+from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
+from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.plan.inputs.partition import num_layers_in
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.schedules import forward_only, schedule_named
-from lightning_pipeshift.runtime.comm.channels import PostedSum
+from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
+from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key as MessageKey
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
+from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.comm.turns import LaneTraffic
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
+from lightning_pipeshift.runtime.gradients.replica_sync import match_replicas
+from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
+from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
+from lightning_pipeshift.runtime.offload.weight_memory import may_wait
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.ownership.plan_change import Changes
+from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
+from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
+from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
+from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
-from lightning_pipeshift.runtime.step.checksum import checksum, require_same_end
-from lightning_pipeshift.runtime.step.losses import Losses
-from lightning_pipeshift.runtime.step.pipeline import Pipeline, Seen
-from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.training_batch import WAIT, Key, TrainingBatch, UserStep
+from lightning_pipeshift.step.checksum import (
+    checksum,
+    is_checked,
+    require_same_batch,
+    require_same_end,
+)
+from lightning_pipeshift.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.step.engine import Engine
-from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.first_look import FirstLook, Seen
+from lightning_pipeshift.step.gathering import Gathering, of_its_own
+from lightning_pipeshift.step.gradient_sums import GradientSums
+from lightning_pipeshift.step.losses import Losses
+from lightning_pipeshift.step.reporting import Reporting
+from lightning_pipeshift.step.step_logs import StepLogs
+from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.step.training_batch import (
+    WAIT,
+    Accumulation,
+    Key,
+    Profile,
+    TrainingBatch,
+    UserStep,
+)
+from lightning_pipeshift.step.votes import Votes
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import (
-    Prefetch,
-    Structure,
-    gathered,
-    kept,
-    of_stage,
-    require_same_program,
-)
+from lightning_pipeshift.values.gathering import Prefetch, Structure
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
-# What a layer is expected to cost by its parameters' bytes, before it is measured.
-_SECONDS_PER_BYTE = 1e-9
 _SENDS = {
     (Carries.VALUE, 1): Kind.SEND_PAYLOAD,
     (Carries.GRADIENT, -1): Kind.SEND_GRADIENT,
 }
-# How often a step that skips layers at random is run to find their order.
-_MOST_DRAWS = 8
-
-
-class _Recorder(LogRecorder):
-    """Records what each microbatch logs: their steps may run in parts, in turns."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._by_step: dict[Any, list[LoggedValue]] = {}
-        super().__init__(root)
-
-    @property
-    def records(self) -> list[LoggedValue]:
-        """The logs of the step that runs now."""
-        return self._by_step.setdefault(running(), [])
-
-    @records.setter
-    def records(self, records: list[LoggedValue]) -> None:
-        self._by_step[running()] = records
-
-    def take(self) -> list[LoggedValue]:
-        """Returns the logs of the step that runs now, and forgets them."""
-        return self._by_step.pop(running(), [])
-
-
-class _Recording:
-    """Copies logged values: :class:`~lightning_pipeshift.model.user_state.logs.Values` for a
-    step on values.
-    """
-
-    def kept_value(self, leaf: Any) -> Any:
-        """A copy of a value."""
-        return kept(leaf)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context for code other than the user's."""
-        yield
 
 
 @dataclass
@@ -126,17 +128,139 @@ class _Evaluated:
     size: int
 
 
-class ValuePipeline(Pipeline):
-    """A pipeline on values: see :mod:`lightning_pipeshift.values`."""
+class Pipeline:
+    """One rank's part of one virtual machine's pipeline, from ``setup`` to ``teardown``. Its stages
+    run on values: see :mod:`lightning_pipeshift.values`.
+
+    Args:
+        root: the LightningModule, whole.
+        channels: this stage's connections.
+        replicas: the virtual machines.
+        rings: this rank's part in their rings, where there are several.
+        groups: the groups for sums over them.
+        settings: the user's options.
+        here: this rank's device.
+        deferred: makes the tensors of the model that are on the meta device.
+        say: shows a message to the user at once.
+        outside: requests from other processes; used on the first rank only.
+        fail_from_thread: called in a thread that fails.
+        profile: makes a context for the profiler, given the name of an action.
+    """
+
+    _sums_together = True
+    """Whether all ranks are at the same step when gradients are summed."""
 
     _engine_class = Engine
     """The class of the engine that carries out this pipeline's schedule."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.recorder = _Recorder(self.root)
+    def __init__(
+        self,
+        root: nn.Module,
+        channels: Channels,
+        replicas: Replicas,
+        rings: Rings | None,
+        groups: ProcessGroups,
+        settings: Settings,
+        here: Device,
+        deferred: DeferredInit,
+        say: Callable[[str], None],
+        outside: ControlFiles,
+        fail_from_thread: Callable[[BaseException], None],
+        profile: Profile = nullcontext,
+    ) -> None:
+        self._profile = profile
+        self.root = root
+        self._outside = outside
+        self._deferred = deferred
+        # A rank that owns every layer may have all values while other ranks lack some.
+        lacking = replicas.world.sum(torch.tensor([0.0 if is_whole(root) else 1.0]))
+        self._was_whole = not lacking
+        self.channels = channels
+        self.replicas = replicas
+        self.vm = replicas.vm
+        self._rings = rings
+        self._aggregation: Aggregation | None = None
+        self.late_updates = LateUpdates()
+        self.needs_norms = False
+        """Whether the norms of gradients are needed before the optimizer steps."""
+        # Messages about decisions, for the user.
+        self.messages: list[str] = []
+        self.settings = settings
+        self._gradient_sums = GradientSums(
+            rings, groups, channels, replicas, settings, self._sums_together, self.messages.append
+        )
+        self._threads = Threads("background", fail_from_thread)
+        self.planning = Replanning(
+            settings,
+            replicas,
+            here,
+            channels.device,
+            self.messages,
+            say,
+            self._threads,
+            LinkMeter(channels.payload_sockets),
+        )
+        self.streams = RandomStreams(channels.device)
+        # Random streams are those of layers, so more stages must not mean more layers.
+        given = settings.plan and len(settings.plan.layers)
+        layers = find_layers(root, given or num_layers_in(settings.partition) or FEWEST_LAYERS)
+        if replicas.topology.num_ranks > 1:
+            require_layers(root, layers.values())
+        elif not layers:
+            layers = {type(root).__name__: root}
+        self._layers = [
+            NamedLayer(name, layer, index) for index, (name, layer) in enumerate(layers.items())
+        ]
+        if uncompiled := compiled_around(root, layers.values()):
+            say(
+                f"PipeShift runs {', '.join(map(repr, uncompiled))} without compiling, as there are"
+                " layers inside. Compile the layers instead, each by itself:"
+                f" `{next(iter(layers))}.compile()`, and so on."
+            )
+        self._first_look = FirstLook(
+            root, self._layers, channels, replicas, self.planning, self.streams
+        )
+        settings.check(self._layers, replicas.topology.stages_per_vm)
+        self.changes = Changes(self._move, self._put_in_force)
+        self._reporting = Reporting(replicas)
+        self._votes = Votes(
+            replicas.world,
+            lambda: self.asks_to_end,
+            lambda: self.planning.has_decided or outside.has_requests,
+        )
+        self._called: set[int] = set()
+        """The layers known to be called by a training step."""
+        self._said_of_work: str | None = None
+        self._plan: Plan | None = None
+        self.holdings: Holdings | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._held_twice: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        """By which :attr:`memory` has been told of layers that move."""
+        self.memory: StageMemory | None = None
+        if settings.memory is not None:
+            self.memory = StageMemory(
+                settings.memory,
+                channels,
+                [layer.name for layer in self._layers],
+                self._threads,
+                fail_from_thread,
+                self.messages.append,
+            )
+        self.order: list[int] = []
+        """The layers in the order in which the last forward pass called them."""
+        self._num_microbatches_done = 0
+        self.num_steps_done = 0
+        """How many batches of the run are done."""
+        self.step_seconds: float | None = None
+        """The seconds between the starts of the last two steps."""
+        self._begun: float | None = None
+        self._prediction_check = PredictionCheck(self.planning, self.messages)
+        # Whether this rank requests the end of the run, and whether all ranks know that one does.
+        self.asks_to_end = self.is_to_end = False
+        self.recorder_of_actions: Recorder | None = None
+        """Takes notes of the current step, if it is recorded: see :meth:`record_actions`."""
+        self.recorder = StepLogs(self.root)
         """Replaces the LightningModule's ``log`` while a step runs."""
-        self.recorder.current = _Recording()
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
         self._between: Microbatch | None = None
@@ -150,102 +274,464 @@ class ValuePipeline(Pipeline):
         self._places: dict[Action, int] = {}
         """Of the actions in the step's row."""
         self._where = Where()
-        self._known: Core | None = None
-        self._is_timed = False
-        """Whether layers were timed before the first step."""
-        self._idle: frozenset[int] = frozenset()
-        """The layers that no step calls, as far as that is known before the first one."""
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
-    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> Seen:
-        found = self._run_without_values(key, step, batch)
-        calls = [found.calls]
-        while found.draws and len(calls) < _MOST_DRAWS:
-            if len({call.layer for each in calls for call in each}) == len(self._layers):
-                break
-            # Other microbatches show the places of layers that this one skips at random.
-            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
-            calls.append(again.calls)
-        # Every rank has run its own batch; what the first rank has found counts.
-        order = self.replicas.world.share_object(
-            call_order(
-                merged_order([[call.layer for call in each] for each in calls]), len(self._layers)
-            ),
-            source=0,
-        )
-        if order != sorted(order):
-            self._layers = [self._layers[index] for index in order]
-            for index, each in enumerate(self._layers):
-                each.index = index
-            found = self._run_without_values(key, step, batch, found.core)
-        self._known = found.core
-        layers = [each.layer for each in self._layers]
-        trained = found
-        if trains and key[1] != "train" and self.user_step is not None:
-            # The sanity check comes first, and calls what validation does.
-            own = *key, "training step"
-            trained = self._run_without_values(own, self.user_step, batch, found.core)
-        called = None if not trains or trained.end or trained.draws else trained.called
-        in_steps = self._kept_in(trained.used)
-        crossings = found.crossings()
-        if sum(each.may_be_cut for each in crossings[:-1]) < self.channels.num_stages - 1:
-            # Values may go back, too, if they have to.
-            crossings = [each._replace(may_be_cut=True) for each in crossings]
-        called, in_steps, crossings = self.replicas.world.share_object(
-            (called, in_steps, crossings), source=0
-        )
-        self._idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
-        uses = parameter_uses(self.root, layers, called)
-        figures = self._timed(found, leaves_of(batch), trains) if self.planning.measures else {}
-        self._is_timed = bool(figures)
-        if not figures:
-            figures = {
-                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
-                for at, layer in enumerate(layers)
-            }
-        figures |= dict.fromkeys(self._idle, Figures(0.0))
-        return Seen(figures, called, self._idle, uses, crossings, in_steps)
-
-    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
-        """The paths of the tensors that user code keeps in this memory."""
-        nodes = kept_by_user(self.root, set(map(id, self.root.parameters())))
-        return frozenset(
-            path
-            for path, x in nodes
-            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
-        )
-
-    def _run_without_values(
-        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
-    ) -> FakeRun:
-        layers = [each.layer for each in self._layers]
-        if not self._looks_ahead:
-            return FakeRun(len(layers), end="nothing depends on it")
-        run = partial(step, self.root)
-        in_step = StepGroup(self.vm, self.replicas.count).in_force()
-        with self.streams.switched(*key), in_step:
-            states = self.streams.torch_states()
-            found = run_without_values(self.root, layers, self.channels.device, run, batch, known)
-            found.draws = self.streams.has_drawn_on_host() or not all(
-                map(torch.equal, states, self.streams.torch_states())
-            )
-        return found
-
-    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
-        """The times of layers, on random data of the shapes that they are called with."""
-        stopwatch = Stopwatch(self.channels.device, self.streams, trains, batch)
-        with torch.inference_mode(False), without_compiling():
-            for call in found.calls:
-                each = self._layers[call.layer]
-                with preserved(each.layer.modules()), call.as_called():
-                    stopwatch.observe_call(each, call.leaves, call.rebuild)
-        return stopwatch.figures
+    # --- the plan ---
 
     @property
-    def _looks_ahead(self) -> bool:
-        """Whether what a step does is of use before the first one: to choose a cut."""
-        return self.replicas.topology.num_ranks > 1 or self.planning.measures
+    def has_plan(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        if self._plan is None:
+            raise PlanError(
+                "There is no plan yet: it is made at the first batch. Read"
+                " `trainer.strategy.plan` from `on_train_batch_end` on, or after the run."
+            )
+        return self._plan
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by their names, in the order in which the first step called them."""
+        return {each.name: each.layer for each in self._layers}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.channels.stage == self.channels.num_stages - 1
+
+    def _modules_outside_layers(self) -> dict[str, nn.Module]:
+        inside = {id(part) for each in self._layers for part in each.layer.modules()}
+        return {
+            name: module for name, module in self.root.named_modules() if id(module) not in inside
+        }
+
+    def _prepare(self, key: Key, step: UserStep, batch: Any) -> None:
+        """Makes the plan on the first batch, and prepares this stage for it."""
+        if self._plan is not None:
+            return
+        optimizers = list(self.find_optimizers())
+        trains = bool(optimizers)
+        seen = self._first_look.look(key, step, batch, trains, self.user_step)
+        uses, layers = seen.uses, [each.layer for each in self._layers]
+        plan = self.planning.first_plan(
+            self._measure(seen, batch, optimizers if trains else [], trains), seen.idle, trains
+        )
+        plan.require_layers([each.name for each in self._layers])
+        self._reorder(plan)
+        placement = plan.placement
+        stage_of = placement.stages(self.vm)
+        self._plan = plan
+        self._called = set(range(len(layers)) if seen.called is None else seen.called)
+        of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
+        self.holdings = Holdings(
+            self.root, uses, layers, stage_of, self.channels, of_user_code, seen.in_steps
+        )
+        self._optimizers = optimizers
+        self._note_state_on_host()
+        if not self._was_whole:
+            self.holdings.obtain(self._deferred)
+        self.holdings.match_shared()
+        self.match_replicas(parameters_too=True)
+        self.holdings.settle(optimizers, True, self._deferred)
+        self._deferred.forget()
+        if trains:
+            self._follow_with_memory()
+            self._gradient_sums.connect_sharers(uses, placement)
+        if trains and self.replicas.count > 1:
+            self._aggregation = self._gradient_sums.aggregation(uses, plan)
+        if any(self.plan.recompute) and not self._is_automatic:
+            raise PlanError(
+                "The plan recomputes layers, and with manual optimization the step calls `backward`"
+                " itself, as soon as it has the loss. Use a plan without 'recompute', or"
+                " `recompute='none'`; or checkpoint the layers in the step"
+                " (`torch.utils.checkpoint`)."
+            )
+        if seen.idle:
+            self._say_who_has_no_work()
+        if self.settings.plan is None and not self._first_look.is_timed:
+            # The layers' seconds were for the cut by bytes only: they predict nothing.
+            records = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
+            self._plan = replace(self.plan, layers=records, prediction=None)
+        self._connect_core()
+
+    def measure(self, step_number: int, step: UserStep, batch: Any) -> Measured | None:
+        """Measures the machines and the layers without training: the result is on the first rank.
+        The optimizer is not known yet: it counts as one with two values for each parameter. Every
+        rank calls this, before the first batch.
+
+        Args:
+            step_number: counts batches over the whole run.
+            step: runs the user's ``training_step``.
+            batch: one microbatch.
+        """
+        key = self._key("train", step_number, 0)
+        seen = self._first_look.look(key, step, batch, True, self.user_step)
+        return self._measure(seen, batch, None, trains=True)
+
+    def _measure(
+        self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
+    ) -> Measured | None:
+        """The measurements before the first step, on the first rank. Every rank calls this.
+
+        Args:
+            seen: the result of :meth:`FirstLook.look`.
+            batch: one microbatch.
+            optimizers: those of the run; ``None``: not known yet.
+            trains: whether the run trains.
+        """
+        layers = [each.layer for each in self._layers]
+        self.planning.shared = shared_weights(self.root, layers, seen.uses)
+        # No GPU has run this yet: there, only a user's own plan moves weights.
+        may_move = self.channels.device.type == "cpu"
+        self.planning.waiting_bytes = {
+            layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
+            for layer, parameters in self._only_theirs(seen.uses).items()
+            if may_move
+        }
+        return self.planning.measure(
+            self._layers,
+            seen.crossings,
+            seen.figures,
+            optimizers,
+            float(size_or_one(batch)),
+            self._held_bytes(),
+            bytes_of(x for x in leaves_of(batch) if self._is_here(x)),
+            trains,
+            self.memory if trains else None,
+        )
+
+    def _only_theirs(self, uses: Iterable[ParameterUse]) -> dict[int, list[nn.Parameter]]:
+        """The parameters that one layer only uses, by layer, without those of compiled layers:
+        their code may have taken a weight's memory for good, or runs again when it has changed.
+        """
+        compiled = set(compiled_in(self.root))
+        return {
+            layer: parameters
+            for layer, parameters in of_one_layer(uses).items()
+            if compiled.isdisjoint(self._layers[layer].layer.modules())
+        }
+
+    def _reorder(self, plan: Plan) -> None:
+        """Makes each rank the stage that it is under a plan. Every rank calls this, between two
+        steps.
+        """
+        core, before = self.core, self.channels.ranks
+        topology = Topology(plan.ranks)
+        if topology == self.replicas.topology:
+            return
+        is_renumbered = core is not None and list(plan.ranks[self.vm]) != before
+        if is_renumbered:
+            assert core is not None
+            assert self._between is not None
+            self._between.release()
+            self.meets()
+            core.mailbox.close()
+        self._reporting.pass_on(self.channels)
+        self.channels.settle()
+        self.replicas.reorder(topology)
+        if self.holdings is not None:
+            self.holdings.place(plan.placement.stages(self.vm))
+        if is_renumbered:
+            assert core is not None
+            core.renumber([self.channels.ranks.index(rank) for rank in before], self._mailbox())
+
+    def _say_who_has_no_work(self) -> None:
+        topology, placement = self.replicas.topology, self.plan.placement
+        has_moved = self._num_microbatches_done > 0
+        said = stages_without_work(self.settings, placement, topology, self._called, has_moved)
+        if said is not None and said != self._said_of_work:
+            self.messages.append(said)
+        self._said_of_work = said
+
+    def _held_bytes(self) -> int:
+        """The bytes of the model in this device's memory."""
+        held = {
+            address_of(tensor): tensor
+            for tensor in [*self.root.parameters(), *self.root.buffers()]
+            if self._is_here(tensor)
+        }
+        return bytes_of(held.values())
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.channels.device.type
+
+    @property
+    def plan_in_call_order(self) -> Plan:
+        """The plan in force, with its layers in the order in which they are called. If no step was
+        traced, that order is known after one has run.
+        """
+        plan, names = self.plan, [each.name for each in self._layers]
+        if not self.order:
+            return plan
+        records = {record.name: record for record in plan.layers}
+        order = call_order(self.order, len(names))
+        return replace(plan, layers=tuple(records[names[layer]] for layer in order))
+
+    # --- another plan ---
+
+    @property
+    def coming_plan(self) -> Plan:
+        """The plan that will be in force when all requested changes are done."""
+        return self.changes.last or self.plan
+
+    def adopt(self, plan: Plan, at_once: bool = False) -> None:
+        """Puts another plan in force after the next step; or part by part after the next steps, if
+        its layers take long to transfer. Every rank calls this, with the same plan, between the
+        same steps.
+
+        Args:
+            plan: the plan.
+            at_once: whether all layers change their owners in one part.
+
+        Raises:
+            PlanError: it is for another model, other virtual machines, or other settings of
+                training: only the owners of layers, the order of the ranks and the recomputation
+                can change. Or a device lacks memory for layers while they move.
+        """
+        now, coming = self.plan, self.coming_plan
+        plan.require_layers([each.name for each in self._layers])
+        found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
+        allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
+        if found != allowed:
+            raise PlanError(
+                "Only the owners of layers, the order of ranks and recomputation can change: the "
+                f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
+                f"the one in force {allowed}. Start a run with the new plan instead."
+            )
+        plan = replace(plan, ranks=plan.ranks or coming.ranks)
+        if plan.ranks != coming.ranks:
+            self._require_reorderable(plan)
+        if self._moves_shared(plan):
+            raise PlanError(
+                "With manual optimization, layers that share weights cannot move while training"
+                " runs. Start a run with the new plan instead."
+            )
+        self._request(plan, at_once)
+
+    def _require_reorderable(self, plan: Plan) -> None:
+        ranks, now = ([list(machine) for machine in one.ranks] for one in (plan, self.coming_plan))
+        order = f"a plan for the ranks {ranks}, and the stages are the ranks {now}"
+        if not Topology(plan.ranks).has_machines_of(self.replicas.topology):
+            raise PlanError(
+                f"{order}: ranks cannot change their virtual machine during training. Start a run"
+                " with the new plan instead."
+            )
+        if plan.is_asynchronous or self.memory is not None:
+            what = "MemoryCompression" if self.memory is not None else "an asynchronous schedule"
+            raise PlanError(
+                f"{order}: with {what} they cannot change places during training. Start a run with"
+                " the new plan instead."
+            )
+
+    def _request(self, plan: Plan, at_once: bool) -> None:
+        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        now = self.changes.next or self.plan
+        self.changes.request([plan] if at_once else self.planning.parts_of(now, plan))
+
+    def migrate(self, moves: Iterable[Move]) -> None:
+        """Makes layers change their owners after the next step. Every rank calls this, with the
+        same moves, between the same steps.
+
+        Raises:
+            PlanError: a move is impossible. Then nothing changes.
+        """
+        plan = self.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        self.planning.require_memory(plan)
+        self.adopt(plan)
+
+    def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
+        """Prepares the move of layers for a plan."""
+        assert self.holdings is not None
+        # The stages that the new owners are now.
+        now = self.replicas.topology.ranks[self.vm]
+        stages = [now.index(rank) for rank in plan.ranks[self.vm]]
+        stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
+        return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
+
+    def _put_in_force(self, plan: Plan) -> None:
+        """Puts a plan in force, between two steps."""
+        assert self.holdings is not None
+        self._reorder(plan)
+        self._plan = plan
+        self._follow_with_memory()
+        self._gradient_sums.connect_sharers(self.holdings.uses, plan.placement)
+        if self._aggregation is not None:
+            self._aggregation.close()
+            self._aggregation = self._gradient_sums.aggregation(
+                self.holdings.uses, plan, is_new=False
+            )
+        self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
+        core, between = self.core, self._between
+        assert core is not None
+        assert between is not None
+        core.place(self._owners())
+        core.note(between)
+        self._begin_outside()
+        self._begin_engine()
+
+    def _follow_with_memory(self) -> None:
+        if self.memory is None:
+            return
+        stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
+        waiting = self.plan.weights_on_host_of(self.vm)
+        own = self.plan.placement.layers_of(self.vm, stage)
+        runs = {*own, *self._layers_on_their_way}
+        window_bytes = self.planning.window_bytes([layer for layer in own if layer in waiting])
+        self._held_twice = self.changes.held_twice
+        self.memory.follow(
+            self.plan,
+            self.vm,
+            self.planning.static_bytes(stage, self.channels.num_stages, runs, on_host, waiting),
+            self.planning.profiler.expected_bytes,
+            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting)
+            + window_bytes
+            + self.planning.room_bytes(self.plan, self.vm, stage, runs),
+        )
+        self._note_state_on_host()
+        assert self.holdings is not None
+        only_theirs = self._only_theirs(self.holdings.uses)
+        self.memory.follow_with_state(
+            self.plan,
+            self.vm,
+            self._optimizers,
+            {layer: list(self._layers[layer].layer.parameters()) for layer in own},
+            {layer: only_theirs.get(layer, []) for layer in own},
+            window_bytes,
+            self.planning.optimizer_bytes,
+            self.planning.state_stays,
+        )
+        for each in self._layers:
+            comes_and_goes = each.index in self.memory.weights.layers
+            each.weights = self.memory.weights if comes_and_goes else None
+
+    def _note_state_on_host(self) -> None:
+        """Tells the holdings which parameters' optimizer state is not to be on the device."""
+        assert self.holdings is not None
+        on_host, layers = self.plan.optimizer_on_host_of(self.vm), self._layers
+        self.holdings.state_on_host = frozenset(
+            id(parameter) for layer in on_host for parameter in layers[layer].layer.parameters()
+        )
+
+    @property
+    def _layers_on_their_way(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it while minibatches are in flight."""
+        return frozenset()
+
+    def _follow_moves_with_memory(self) -> None:
+        if self._held_twice != self.changes.held_twice:
+            self._follow_with_memory()
+
+    def match_replicas(self, parameters_too: bool) -> None:
+        """Copies the values of the first virtual machine to all others: the state of layers other
+        than parameters (running statistics), and optionally the parameters. Every rank calls this.
+        """
+        if self.replicas.count == 1:
+            return
+        # A layer may have put values into its buffers.
+        self.settle_values()
+        core = self.core
+        if self.holdings is None:
+            return
+        match_replicas(
+            self.replicas,
+            self.plan.placement,
+            [each.layer for each in self._layers],
+            self._modules_outside_layers(),
+            self.holdings.uses if parameters_too else [],
+        )
+        for number, layer in enumerate(core.layers if core is not None and self.vm else ()):
+            # Every stage has the buffers that a layer replaces, and only its owner got them.
+            assert core is not None
+            owner = core.owners(number, 0)
+            mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
+            if mine:
+                found = self._share(to_host(mine) if owner == self.channels.stage else None, owner)
+                for attribute, buffer in to_device(found, self.channels.device).items():
+                    attribute.set(layer, buffer)
+
+    @property
+    def lane_traffic(self) -> dict[str, LaneTraffic]:
+        """Counts of the blocks that this rank has sent on each lane, by its name."""
+        return self.channels.traffic
+
+    @property
+    def migration_seconds(self) -> float:
+        """How long this stage has waited because of the last change of owners."""
+        return self.changes.seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the last step has waited for gradients of other virtual machines, in seconds,
+        after its own compute.
+        """
+        return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """A copy of a Trainer is of the same run: threads and connections cannot be copied."""
+        return self
+
+    # --- a single device ---
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether this is the only device: its steps end with plain tensors, and their backward is
+        Lightning's.
+        """
+        return self.replicas.topology.num_ranks == 1
+
+    def begins_plain_step(self, batch: Any, step: UserStep, step_number: int) -> bool:
+        """Whether the coming training step is the user's own, without additions: on one device, if
+        the batch is not split, nothing is measured, and no layer is recomputed or moves. Makes the
+        plan on the first batch, as the plan decides about recomputation.
+
+        Args:
+            batch: as for :meth:`training_step`, as are the others.
+            step: runs the user's ``training_step``.
+            step_number: counts batches over the whole run.
+        """
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        if not (self.is_by_itself and self.settings.leaves_steps_whole(stages_per_vm)):
+            return False
+        self._prepare(self._key("train", step_number, 0), step, batch)
+        return not self.plan.recomputed(self.vm) and self.changes.last is None
+
+    def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
+        """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
+        Its backward runs in ``plain_backward``.
+
+        Returns:
+            what the user's step returned.
+        """
+        self.meets()
+        self._note_begin()
+        result = self._plain_forward(self._key("train", step_number, 0), step, batch)
+        self.is_to_end = self.asks_to_end
+        self._num_microbatches_done += 1
+        if self._outside.has_requests:
+            self._open_mail()
+        self.num_steps_done = step_number + 1
+        return result
+
+    def plain_evaluation_step(
+        self, batch: Any, step: UserStep, purpose: str, step_number: int
+    ) -> Any:
+        """Runs an evaluation step on a single device, and returns its result.
+
+        Args:
+            batch: as for :meth:`evaluation_step`, as are the others.
+            step: runs the user's step.
+            purpose: the kind of the user's step, and its dataloader.
+            step_number: counts its batches.
+        """
+        key = self._key(purpose, step_number, 0)
+        self._prepare(key, step, batch)
+        return self._plain_forward(key, step, batch)
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         if self.core is None:
@@ -260,36 +746,141 @@ class ValuePipeline(Pipeline):
         (result,) = self._in_step(str(kind), int(number), [batch], run, row)
         return result
 
+    def _note_begin(self) -> None:
+        now = time.perf_counter()
+        self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+        self._prediction_check.note(self._plan, self.step_seconds)
+
+    # --- training ---
+
+    def _check_batch(self, batch: Any, batch_idx: int) -> None:
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+
+    def record_actions(self, recorder: Recorder | None) -> None:
+        """Sets what takes notes of the coming steps; ``None``: nothing does."""
+        self.recorder_of_actions = recorder
+        store = self.memory.store if self.memory is not None else None
+        parts: Any = (self.channels.turns, self._rings, self._aggregation, store, self.changes)
+        for part in parts:
+            if part is not None:
+                part.recorder = recorder
+        if self.core is not None:
+            self._record_messages(self.core.mailbox)
+
+    def section(self, profiled: str, what: str = What.SECTION, name: str = "") -> Any:
+        """A context for the profiler, and for the recorder if there is one."""
+        inner, recorder = self._profile(profiled), self.recorder_of_actions
+        if recorder is None:
+            return inner
+        return recorder.section(what, name or profiled.removeprefix("[PipeShift] "), inner)
+
+    # --- training: the plan's changes ---
+
+    def _finish_change(self) -> None:
+        if self.changes.finish():
+            self._say_who_has_no_work()
+            # Times under the old plan, and of this step, do not hold for the new plan.
+            profiler = self.planning.profiler
+            profiler.begin_anew(for_good=profiler.is_over)
+        assert self.holdings is not None
+        self.holdings.return_gradients_aside()
+
+    # --- training: the step ---
+
+    def _sums(self, accumulation: Accumulation) -> Aggregation | None:
+        """Sums a step's gradients over the virtual machines, if an optimizer step follows it."""
+        return self._aggregation if not accumulation.goes_on else None
+
+    def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
+        assert self.holdings is not None
+        sums = self._sums(given.accumulation)
+        finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
+        joins = sums is not None and given.accumulation.has_begun
+        with self.section("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(report.correction, finish, joins)
+
+    def _finish_sums(
+        self, sums: Aggregation, given: TrainingBatch, report: Report
+    ) -> list[nn.Parameter]:
+        """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
+        has_loss = report.loss is not None and bool(report.correction)
+        assert self.holdings is not None
+        measure = self.holdings.measure_norms if self.needs_norms else None
+        groups = sums.finish(given.leaves_late and has_loss, measure)
+        # Those of several batches are corrected before they are summed.
+        correction = 1.0 if given.accumulation.has_begun else report.correction
+        self.late_updates.take(sums, groups, correction)
+        return [parameter for group in groups for parameter in group.parameters]
+
+    def _open_mail(self) -> None:
+        """Carries out requests from other processes, and decisions of the first rank."""
+        has_decided = self.planning.has_decided
+        asked = (self._outside.take_requests(), has_decided)
+        requests, has_decided = self.replicas.world.share_object(asked, source=0)
+        for request in requests:
+            try:
+                self.migrate(request.moves)
+                answer = Answer(True, f"{request}, from step {self.num_steps_done + 2} on")
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            self.messages.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+        if has_decided:
+            decision = self.planning.announce(self.coming_plan)
+            plan = Plan.from_json(decision.plan)
+            if decision.is_new:
+                try:
+                    self.adopt(plan)
+                except PlanError as error:
+                    self.planning.decisions.refuse(str(error))
+            elif self.changes.last is None:
+                self._plan = plan
+
+    def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
+        return (self.settings.seed, purpose, step_number, microbatch, self.vm)
+
+    # --- the end ---
+
+    def release(self) -> None:
+        """Ends what runs beside the steps."""
+        self.changes.abandon()
+        self.late_updates.abandon()
+        if self._aggregation is not None:
+            self._aggregation.close()
+        if self.memory is not None:
+            self.memory.close()
+        self._threads.close()
+        if self._placed is not None:
+            self._placed.__exit__(None, None, None)
+            self._placed = None
+        if self._between is not None:
+            self._between.release()
+            self._between = None
+        set_program(None, self.channels.device)
+
+    @purpose("the layers of the other stages, at the end of the run")
+    def make_whole(self) -> None:
+        """Gives every rank the whole model again, if it had it before. Every stage calls this."""
+        self.settle_values()
+        if self.core is not None:
+            self.core.mailbox.close()
+            self.core = None
+        if self.holdings is None:
+            return
+        self._cancel_changes()
+        if self._was_whole:
+            self.holdings.make_whole()
+        else:
+            self.holdings.to_cpu()
+
+    def _cancel_changes(self) -> None:
+        """Cancels changes of owners that are under way or asked for."""
+        self.changes.cancel()
+
     def plain_backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the last :meth:`plain_training_step`."""
         return run_by(None)
-
-    def _prepare(
-        self,
-        key: Key,
-        step: UserStep,
-        batch: Any,
-        optimizers: Iterable[Optimizer],
-        trains: bool = False,
-    ) -> None:
-        if self._plan is not None:
-            return
-        optimizers = list(self.find_optimizers())
-        super()._prepare(key, step, batch, optimizers, trains=bool(optimizers))
-        if any(self.plan.recompute) and not self._is_automatic:
-            raise PlanError(
-                "The plan recomputes layers, and with manual optimization the step calls `backward`"
-                " itself, as soon as it has the loss. Use a plan without 'recompute', or"
-                " `recompute='none'`; or checkpoint the layers in the step"
-                " (`torch.utils.checkpoint`)."
-            )
-        if self._idle:
-            self._say_who_has_no_work()
-        if self.settings.plan is None and not self._is_timed:
-            # The layers' seconds were for the cut by bytes only: they predict nothing.
-            layers = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
-            self._plan = replace(self.plan, layers=layers, prediction=None)
-        self._connect_core()
 
     def _mailbox(self) -> Mailbox:
         channels = self.channels
@@ -306,12 +897,6 @@ class ValuePipeline(Pipeline):
         mailbox.waiting = self._waiting
         self._record_messages(mailbox)
         return mailbox
-
-    def record_actions(self, recorder: Recorder | None) -> None:
-        """See :class:`Pipeline`."""
-        super().record_actions(recorder)
-        if self.core is not None:
-            self._record_messages(self.core.mailbox)
 
     def _record_messages(self, mailbox: Mailbox) -> None:
         is_recorded = self.recorder_of_actions is not None
@@ -362,9 +947,9 @@ class ValuePipeline(Pipeline):
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
-        if self._known is not None:
-            self.core.learn_from(self._known)
-            self._known = None
+        if self._first_look.known is not None:
+            self.core.learn_from(self._first_look.known)
+            self._first_look.known = None
         self.core.calls, self.core.gates = self.calls, self._layers
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
@@ -379,7 +964,7 @@ class ValuePipeline(Pipeline):
         holdings.is_common = lambda buffer: buffer not in parameter_owners
         self.late_updates.await_before = self.core.await_before
         self._begin_engine()
-        self._metrics = [each for each in self.root.modules() if isinstance(each, Metric)]
+        self._gathering = Gathering(self.root, self.core, channels, self._share, self.meets)
         self._batch_metrics = BatchMetrics(self.root)
         self._begin_outside()
 
@@ -414,57 +999,9 @@ class ValuePipeline(Pipeline):
         if self.core is not None:
             self.core.mailbox.pass_phase()
 
-    def _note_begin(self) -> None:
-        self.meets()
-        super()._note_begin()
-
     def _share(self, mine: Any, source: int) -> Any:
         self.meets()
         return self.channels.share_object(mine, source)
-
-    def _held_by_metrics(self) -> list[Any]:
-        return [(metric.metric_state, last_value(metric)) for metric in self._metrics]
-
-    def _begin_gathering(self, tree: Any) -> tuple[Structure, PostedSum, Prefetch]:
-        """Begins to compare a structure over the stages, and to copy it and the metrics to the
-        host.
-        """
-        structure = Structure(tree)
-        digests = torch.zeros(self.channels.num_stages, dtype=torch.int64)
-        digests[self.channels.stage] = structure.digest()
-        prefetch = Prefetch([*structure.leaves, *Structure(self._held_by_metrics()).leaves])
-        return structure, self.channels.post_sum(digests), prefetch
-
-    def _gathered(self, structure: Structure, posted: PostedSum, prefetch: Prefetch) -> Any:
-        """A structure with host tensors in the place of values, and metrics with common tensors, as
-        Lightning computes them, perhaps on one rank. Every stage calls this. If ranks have logged
-        different things, what counts is what the first rank has, as on one device.
-
-        Args:
-            structure: what :meth:`_begin_gathering` returned.
-            posted: likewise.
-            prefetch: likewise.
-        """
-        channels, core = self.channels, self.core
-        assert core is not None
-        self.meets()
-        if len(set(posted.wait().tolist())) > 1:
-            # Values of different programs have different names.
-            require_same_program(core, self._share)
-            first = channels.ranks.index(min(channels.ranks))
-            offered = core.mailbox.offered
-            structure = of_stage(first, structure, channels.stage, self._share, offered)
-        held = self._held_by_metrics()
-        more, num_leaves = Structure(held), len(structure.leaves)
-        leaves = gathered([*structure.leaves, *more.leaves], core, self._share, prefetch)
-        found = more.rebuild(leaves[num_leaves:])
-        for metric, (state, value), (before, last) in zip(self._metrics, found, held, strict=True):
-            changed = {name: x for name, x in state.items() if _has_values(before[name])}
-            for name, x in to_device(changed, self.channels.device).items():
-                setattr(metric, name, map_leaves(_of_its_own, x))
-            if _has_values(last):
-                set_last_value(metric, to_device(value, self.channels.device))
-        return structure.rebuild(leaves[:num_leaves])
 
     def _logged(self, step: UserStep, batch: Any, _: int) -> tuple[Any, list[LoggedValue]]:
         """Runs a user's step; returns its result, and what it has logged."""
@@ -496,9 +1033,11 @@ class ValuePipeline(Pipeline):
         ]
         outside.note("the optimizers", settings)
         core.note(outside)
-        with self._waiting_weights(), self._running_steps():
+        # Weights that wait in host memory come to the device.
+        weights = self.memory.weights.in_step() if self.memory is not None else nullcontext()
+        with weights, self._running_steps():
             results = self._engine.run(stream_seed(number, step), *args, **kwargs)
-        if not self._looks_ahead:
+        if not self._first_look.looks_ahead:
             self.order = merged_order(list(core.called.values()))
         self._begin_outside()
         return results
@@ -565,17 +1104,6 @@ class ValuePipeline(Pipeline):
             else:
                 self.late_updates.finish()
 
-    # --- training ---
-
-    def _request(self, plan: Plan, at_once: bool) -> None:
-        if self._moves_shared(plan):
-            raise PlanError(
-                "With manual optimization, layers that share weights cannot move while training"
-                " runs. Start a run with the new plan instead."
-            )
-        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
-        super()._request(plan, at_once)
-
     def _moves_shared(self, plan: Plan) -> bool:
         """Whether layers move that have a parameter in common whose optimizer's state one stage
         only has.
@@ -596,7 +1124,7 @@ class ValuePipeline(Pipeline):
             self.late_updates.finish()
         if self.changes.next is not None:
             self._match_holders()
-        self.changes.before_step(given)
+        self.changes.before_step(given.optimizers, given.keeps_gradients)
         core, migration = self.core, self.changes.migration
         assert core is not None
         if migration is None:
@@ -608,33 +1136,6 @@ class ValuePipeline(Pipeline):
         for layer in migration.awaited:
             core.await_before(layer, migration.await_layer)
 
-    def _finish_change(self) -> None:
-        super()._finish_change()
-        assert self.holdings is not None
-        self.holdings.return_gradients_aside()
-
-    def _reorder(self, plan: Plan) -> None:
-        core, before = self.core, self.channels.ranks
-        if core is None or list(plan.ranks[self.vm]) == before:
-            super()._reorder(plan)
-            return
-        assert self._between is not None
-        self._between.release()
-        self.meets()
-        core.mailbox.close()
-        super()._reorder(plan)
-        core.renumber([self.channels.ranks.index(rank) for rank in before], self._mailbox())
-
-    def _put_in_force(self, plan: Plan) -> None:
-        super()._put_in_force(plan)
-        core, between = self.core, self._between
-        assert core is not None
-        assert between is not None
-        core.place(self._owners())
-        core.note(between)
-        self._begin_outside()
-        self._begin_engine()
-
     def _begin_step(self, given: TrainingBatch, part: Any) -> None:
         """Begins a training step.
 
@@ -642,12 +1143,12 @@ class ValuePipeline(Pipeline):
             given: the batch.
             part: its first microbatch.
         """
+        self.meets()
         self._note_begin()
         self.late_updates.begin_step()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
-        key = self._key("train", given.step_number, 0)
-        self._prepare(key, given.step, part, given.optimizers, trains=True)
+        self._prepare(self._key("train", given.step_number, 0), given.step, part)
         self._votes.before_step()
         self._change_owners(given)
         self._follow_moves_with_memory()
@@ -655,14 +1156,17 @@ class ValuePipeline(Pipeline):
     def _end_step(self, given: TrainingBatch, num_microbatches: int) -> None:
         self._num_microbatches_done += num_microbatches
         self._votes.after_step()
-        self.changes.after_step(given)
+        if given.accumulation.goes_on:
+            self.changes.weights_are_final()
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes and not self._is_timed:
+        if self.core.result_bytes and not self._first_look.is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
         self.core.result_bytes.clear()
-        self._replan(given.optimizers)
+        if self.changes.last is None and not self.plan.placement.owners:
+            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+            self.planning.after_step(self.plan, own, self._layers, given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
@@ -716,7 +1220,7 @@ class ValuePipeline(Pipeline):
                     self._batch_metrics.end()
                 # They travel while the backwards run.
                 everything = list(losses.outcomes), given.is_last_batch
-                begun.append(self._begin_gathering(everything))
+                begun.append(self._gathering.begin(everything))
             loss = losses.outcomes[turn].loss
             if loss is None or not loss.requires_grad:
                 return None
@@ -808,7 +1312,7 @@ class ValuePipeline(Pipeline):
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
         everything = result, logs, given.is_last_batch
-        result, logs, is_last_batch = self._gathered(*self._begin_gathering(everything))
+        result, logs, is_last_batch = self._gathering.end(*self._gathering.begin(everything))
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = Report(result, logs, is_last_batch, size=size, stops=given.stops())
         self._end_step(given, 1)
@@ -836,7 +1340,7 @@ class ValuePipeline(Pipeline):
     ) -> Report:
         """The report of a step, on every stage."""
         with self.section(WAIT, What.WAIT, REPORT):
-            found, is_last_batch = self._gathered(everything, posted, prefetch)
+            found, is_last_batch = self._gathering.end(everything, posted, prefetch)
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = self._reporting.report(losses, found, is_last_batch)
         report.stops = given.stops()
@@ -871,7 +1375,7 @@ class ValuePipeline(Pipeline):
         self.meets()
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
-        self._prepare(key, step, batch, ())
+        self._prepare(key, step, batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self._logged, step)
         ((result, logs),) = self._in_step(
@@ -885,8 +1389,8 @@ class ValuePipeline(Pipeline):
         """The reports of all evaluation steps since the last call. Every stage calls this."""
         evaluated, self._evaluated = self._evaluated, []
         logs = [merge_logs([one.logs], [one.size], [float(one.size)]) for one in evaluated]
-        found = self._gathered(
-            *self._begin_gathering(
+        found = self._gathering.end(
+            *self._gathering.begin(
                 [(one.result, each) for one, each in zip(evaluated, logs, strict=True)]
             )
         )
@@ -938,43 +1442,7 @@ class ValuePipeline(Pipeline):
                 for name, tensor in found.items():
                     if name in mine:
                         common = to_device(tensor, self.channels.device)
-                        torch.utils.swap_tensors(mine[name], _of_its_own(common))
-
-    def match_replicas(self, parameters_too: bool) -> None:
-        """See :class:`Pipeline`."""
-        core = self.core
-        if self.replicas.count > 1:
-            # A layer may have put values into its buffers.
-            self.settle_values()
-        super().match_replicas(parameters_too)
-        for number, layer in enumerate(core.layers if core is not None and self.vm else ()):
-            # Every stage has the buffers that a layer replaces, and only its owner got them.
-            assert core is not None
-            owner = core.owners(number, 0)
-            mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
-            if mine:
-                found = self._share(to_host(mine) if owner == self.channels.stage else None, owner)
-                for attribute, buffer in to_device(found, self.channels.device).items():
-                    attribute.set(layer, buffer)
-
-    def release(self) -> None:
-        """See :class:`Pipeline`."""
-        super().release()
-        if self._placed is not None:
-            self._placed.__exit__(None, None, None)
-            self._placed = None
-        if self._between is not None:
-            self._between.release()
-            self._between = None
-        set_program(None, self.channels.device)
-
-    def make_whole(self) -> None:
-        """See :class:`Pipeline`."""
-        self.settle_values()
-        if self.core is not None:
-            self.core.mailbox.close()
-            self.core = None
-        super().make_whole()
+                        torch.utils.swap_tensors(mine[name], of_its_own(common))
 
 
 def _objects_around(module: Any) -> dict[str, Any]:
@@ -987,17 +1455,8 @@ def _objects_around(module: Any) -> dict[str, Any]:
     return {what: x for what, x in found.items() if x is not None}
 
 
-def _of_its_own(leaf: Any) -> Any:
-    """A tensor in memory that nothing else refers to: a step may write to it at one stage."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
 def _arithmetic() -> int:
     """A number that differs where two CPUs compute other bits: by their kernels, say."""
     x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
     found = x @ x, x.exp(), x.sin(), x.tanh(), x.softmax(0), x.norm()
     return checksum([*found, torch.__version__, torch.get_num_threads()])
-
-
-def _has_values(tree: Any) -> bool:
-    return any(isinstance(leaf, Value) for leaf in leaves_of(tree))

@@ -24,7 +24,7 @@ from lightning_pipeshift.compat.lightning_private import combined_loader_of
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.model.parameters.layers import find_layers
-from lightning_pipeshift.step.pipeline import ValuePipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.findings import Findings, FoundLayer, StepRecord, layers_of
 
@@ -177,7 +177,7 @@ class Watcher(Callback):
         for config in trainer.lr_scheduler_configs:
             config.strict = False
         pipeline = getattr(trainer.strategy, "pipeline", None)
-        if isinstance(pipeline, ValuePipeline):
+        if isinstance(pipeline, Pipeline):
             pipeline.calls = self._record
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -27,7 +27,7 @@ from lightning_pipeshift.commands.cli import PipeShiftCLI
 from lightning_pipeshift.commands.running import shown
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.planning.replanning import Replanning
-from lightning_pipeshift.runtime.step.status import status_of
+from lightning_pipeshift.step.status import status_of
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.timeline import outcomes
 from tests.end_to_end.test_changing_plans import (

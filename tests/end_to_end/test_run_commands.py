@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import ConfigurationError, LayerMigration
 from lightning_pipeshift.commands import running as run_commands
 from lightning_pipeshift.plan.document.moves import Move
-from lightning_pipeshift.runtime.step.control_files import FOLDER, STATUS, Answer, ControlFiles, ask
+from lightning_pipeshift.step.control_files import FOLDER, STATUS, Answer, ControlFiles, ask
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import Sleeper
 from tests.features_models import built, differences, parameters_of, quiet_trainer

@@ -19,7 +19,7 @@ from lightning_pipeshift import errors
 from lightning_pipeshift.commands import check, measuring, memory, running
 from lightning_pipeshift.errors import explained
 from lightning_pipeshift.plan.document.moves import Move
-from lightning_pipeshift.runtime.step.control_files import Request
+from lightning_pipeshift.step.control_files import Request
 from lightning_pipeshift.text import print_at_once
 from lightning_pipeshift.timeline.chrome_trace import events_of
 from lightning_pipeshift.timeline.recording import Recording
@@ -46,8 +46,8 @@ PARTS = {
     "runtime/comm/process_groups.py": "of errors: what a group is for",
     "runtime/offload/stage_memory.py": "of errors: a stage's name",
     "runtime/planning/make_plan.py": "of errors",
-    "runtime/step/checksum.py": "of errors",
-    "runtime/step/control_files.py": "of an answer",
+    "step/checksum.py": "of errors",
+    "step/control_files.py": "of an answer",
     "timeline/chrome_trace.py": "of a track's name; that of the first track is explained",
     "timeline/slow_ranks.py": "of a log, and of `pipeshift report` below its tables",
     "timeline/text.py": "of a drawing",

@@ -24,7 +24,7 @@ from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
 from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.plan.document.moves import Move, check_moves
 from lightning_pipeshift.runtime.planning.make_plan import Watch
-from lightning_pipeshift.runtime.step.control_files import WITHOUT_LOGGER
+from lightning_pipeshift.step.control_files import WITHOUT_LOGGER
 
 _PURPOSE: Final = "`LayerMigration` moves layers between the stages of"
 

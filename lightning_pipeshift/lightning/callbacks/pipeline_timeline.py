@@ -21,7 +21,7 @@ from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineRes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
-from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+from lightning_pipeshift.step.control_files import FOLDER, WITHOUT_LOGGER
 from lightning_pipeshift.timeline import outcomes
 from lightning_pipeshift.timeline.recording import Recording
 

@@ -67,7 +67,6 @@ class Properties:
 
     Args:
         words: for messages.
-        method: the method of ``runtime.step.stage.Stage`` that carries it out.
         cost: the field of ``plan.cost.simulator.Costs`` with its seconds; empty for none.
         line: its line in drawings of a step.
         in_flight: by how much it changes the number of microbatches whose saved tensors are held.
@@ -79,7 +78,6 @@ class Properties:
     """
 
     words: str
-    method: str
     cost: str = ""
     line: str = "?"
     in_flight: int = 0
@@ -92,7 +90,6 @@ class Properties:
 PROPERTIES: Final = {
     Kind.FORWARD: Properties(
         words="the forward",
-        method="forward",
         cost="forward_seconds",
         line="─",
         in_flight=1,
@@ -101,38 +98,31 @@ PROPERTIES: Final = {
     ),
     Kind.BACKWARD: Properties(
         words="the backward",
-        method="backward",
         cost="backward_seconds",
         line="━",
         in_flight=-1,
         needs=Kind.RECEIVE_GRADIENT,
         causes=Kind.SEND_GRADIENT,
     ),
-    Kind.RECOMPUTE: Properties(
-        words="the recomputation", method="recompute", cost="recompute_seconds", line="~"
-    ),
+    Kind.RECOMPUTE: Properties(words="the recomputation", cost="recompute_seconds", line="~"),
     Kind.RECEIVE_PAYLOAD: Properties(
         words="the receive of the payload",
-        method="receive_payload",
         neighbour=-1,
         pair=Kind.SEND_PAYLOAD,
     ),
     Kind.SEND_PAYLOAD: Properties(
         words="the send of the payload",
-        method="send_payload",
         cost="payload_seconds",
         neighbour=1,
         pair=Kind.RECEIVE_PAYLOAD,
     ),
     Kind.RECEIVE_GRADIENT: Properties(
         words="the receive of the gradient",
-        method="receive_gradient",
         neighbour=1,
         pair=Kind.SEND_GRADIENT,
     ),
     Kind.SEND_GRADIENT: Properties(
         words="the send of the gradient",
-        method="send_gradient",
         cost="gradient_seconds",
         neighbour=-1,
         pair=Kind.RECEIVE_GRADIENT,

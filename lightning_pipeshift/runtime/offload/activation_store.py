@@ -29,7 +29,6 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.offload.copying import Ticket
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
 from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.timeline.recording import What
 
 _PATIENCE_SECONDS: Final = 20.0
@@ -131,7 +130,7 @@ class StagePolicy:
     device_bytes: float | None = None
 
 
-class ActivationStore(ActionListener):
+class ActivationStore:
     """One stage's store.
 
     Args:
@@ -207,7 +206,9 @@ class ActivationStore(ActionListener):
     # --- a step ---
 
     def begin_step(self, row: Row) -> None:
-        """Called as a step begins, with the stage's actions in it."""
+        """Called as a step begins, with the stage's actions in it; in an asynchronous pipeline also
+        those of the next rows, until the backwards of all microbatches in flight after it.
+        """
         with self.lock:
             self._row = row
             self._backward_at = {

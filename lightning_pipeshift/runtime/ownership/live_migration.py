@@ -44,9 +44,8 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.runtime.step.listeners import ActionListener
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 from lightning_pipeshift.timeline.recording import What
 
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
@@ -127,7 +126,7 @@ class _Incoming:
         return [move.parameter for move in self.moves if move.parameter is not None]
 
 
-class LiveMigration(ActionListener):
+class LiveMigration:
     """One stage's part in a change of owners, from its announcement to its end. Every stage of the
     virtual machine makes one, before the same minibatch.
 
@@ -267,7 +266,7 @@ class LiveMigration(ActionListener):
     # --- the old owner ---
 
     def end_action(self, action: Action) -> None:
-        """See :class:`ActionListener`. The old owner's last forward is over."""
+        """Called when an action has ended: the old owner's last forward may be over."""
         if action.kind is not Kind.FORWARD or action.microbatch + 1 != self.begin:
             return
         for outgoing in self._outgoing.values():

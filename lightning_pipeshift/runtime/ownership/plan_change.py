@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
 
 class _Prepared(NamedTuple):
@@ -77,18 +76,18 @@ class Changes:
 
     # --- a step, in the order of the calls ---
 
-    def before_step(self, given: TrainingBatch) -> None:
+    def before_step(self, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> None:
         """Puts the plan in force whose layers are to move with this step, and begins to prepare the
         next one while this plan is in force.
         """
         if self._prepared is not None:
             (plan, self.migration), self._prepared = self._prepared, None
             self.migration.recorder = self.recorder
-            self.migration.begin(given.keeps_gradients)
+            self.migration.begin(keeps_gradients)
             self._put_in_force(plan)
         if self._wanted:
             wanted = self._wanted.popleft()
-            self._prepared = _Prepared(wanted, self._move(wanted, given.optimizers))
+            self._prepared = _Prepared(wanted, self._move(wanted, optimizers))
 
     def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""
@@ -98,11 +97,6 @@ class Changes:
         self.seconds = self.migration.exposed_seconds
         self.migration = None
         return True
-
-    def after_step(self, given: TrainingBatch) -> None:
-        """Called when the step's gradients are complete."""
-        if given.accumulation.goes_on:
-            self.weights_are_final()
 
     def weights_are_final(self) -> None:
         """Called when the weights are those with which the next step starts."""

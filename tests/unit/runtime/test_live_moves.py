@@ -27,8 +27,8 @@ from lightning_pipeshift.runtime.ownership import live_migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.step.minibatches import Minibatches
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.step.minibatches import Minibatches
 from tests.asynchronous_reference import _ends_of_groups, _newest
 from tests.cases import at_most, some
 from tests.unit.runtime.interleaving import Condition, Interleaving, Network, Queue, Threads
@@ -215,10 +215,8 @@ class OneStage:
         """Carries out a row."""
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
         migration = self.live.migration
-        for place, action in enumerate(row):
-            self.versions.begin_action(place, action)
-            if migration is not None:
-                migration.begin_action(place, action)
+        for action in row:
+            self.versions.begin_action(action)
             do[action.kind](action.microbatch)
             if migration is not None:
                 migration.end_action(action)

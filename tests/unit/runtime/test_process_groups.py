@@ -24,8 +24,7 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
-from lightning_pipeshift.runtime.step import pipeline
-from lightning_pipeshift.step import engine
+from lightning_pipeshift.step import engine, pipeline
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 
 
 class OnItsOwn(torch.autograd.Function):
@@ -41,7 +41,7 @@ def stage(delays=False):
 
 def forward(versions, number, function, x):
     action = Action(Kind.FORWARD, number)
-    versions.begin_action(0, action)
+    versions.begin_action(action)
     result = function(x)
     versions.end_action(action)
     return result
@@ -49,7 +49,7 @@ def forward(versions, number, function, x):
 
 def backward(versions, number, result):
     action = Action(Kind.BACKWARD, number)
-    versions.begin_action(0, action)
+    versions.begin_action(action)
     result.sum().backward()
     versions.end_action(action)
 

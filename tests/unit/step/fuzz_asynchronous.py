@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-from lightning_pipeshift.step.asynchronous import AsynchronousEngine
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, seed_generators
 from lightning_pipeshift.step.tails import Tails
@@ -233,7 +233,7 @@ class _Run:
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        self._versions.begin_action(0, action)
+        self._versions.begin_action(action)
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ import torch
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.messages import Key, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as MessageKind
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-from lightning_pipeshift.step.asynchronous import AsynchronousEngine
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core, Owners
 from tests.unit.step import fuzz, fuzz_asynchronous

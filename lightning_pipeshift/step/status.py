@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pipeshift.runtime.planning.waits import waits_of
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.step.pipeline import Pipeline
 
 
 def status_of(pipeline: Pipeline) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Report:
         is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` if no microbatch returned one.
         counted: the total weight of the losses: see
-            :meth:`~lightning_pipeshift.runtime.step.losses.Losses.counted`.
+            :meth:`~lightning_pipeshift.step.losses.Losses.counted`.
         divided: the denominator by which they have been divided.
         size: how many samples the batch had.
         asks_to_end: whether a stage asks for the end of the run.

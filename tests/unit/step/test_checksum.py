@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.runtime.step.checksum import checksum, is_checked, require_same_batch
+from lightning_pipeshift.step.checksum import checksum, is_checked, require_same_batch
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 

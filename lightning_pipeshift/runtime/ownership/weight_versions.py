@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from lightning_pipeshift.compat.torch_private import preserved_version_counters
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 Weights = list[tuple[nn.Parameter, Tensor]]
 
 
-class WeightVersions(ActionListener):
+class WeightVersions:
     """The weights of one stage that its minibatches in flight use.
 
     While a forward or a backward runs, the parameters have the memory of its version. Whatever way
@@ -67,10 +66,8 @@ class WeightVersions(ActionListener):
         """Sets the weights before the last update, for parameters from another stage."""
         self._before |= {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
 
-    # --- as an ActionListener ---
-
-    def begin_action(self, place: int, action: Action) -> None:
-        """See :class:`ActionListener`."""
+    def begin_action(self, action: Action) -> None:
+        """Gives the parameters the weights that an action uses."""
         if action.kind is Kind.FORWARD and action.microbatch not in self._used:
             # The update before its own may be made here already, or not yet.
             is_ahead = self.delays and self.num_updates == self.update
@@ -85,7 +82,7 @@ class WeightVersions(ActionListener):
         _give(used)
 
     def end_action(self, action: Action) -> None:
-        """See :class:`ActionListener`."""
+        """Gives the parameters the newest weights again, as an action has ended."""
         self.restore()
         if action.kind is Kind.BACKWARD:
             del self._used[action.microbatch]

@@ -12,8 +12,8 @@ from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
 from lightning_pipeshift.model.user_state.logs import merge_logs
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
-from lightning_pipeshift.runtime.step.losses import Denominators, Losses, MicrobatchOutcome
-from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.step.losses import Denominators, Losses, MicrobatchOutcome
+from lightning_pipeshift.step.step_report import Report
 
 
 class Reporting:

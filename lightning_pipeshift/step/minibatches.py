@@ -12,9 +12,9 @@ from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
-from lightning_pipeshift.runtime.step.losses import Losses
-from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.step.losses import Losses
+from lightning_pipeshift.step.step_report import Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,193 @@
+"""What is known of the user's steps before the first one runs: a run without values finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
+from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.parameters.uses import ParameterUse, parameter_uses
+from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.user_state.preserve import preserved
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.comm.step_group import StepGroup
+from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
+from lightning_pipeshift.runtime.planning.replanning import Replanning
+from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.training_batch import Key, UserStep
+from lightning_pipeshift.values.core import Core
+
+# What a layer is expected to cost by its parameters' bytes, before it is measured.
+_SECONDS_PER_BYTE = 1e-9
+# How often a step that skips layers at random is run to find their order.
+_MOST_DRAWS = 8
+
+
+class Seen(NamedTuple):
+    """What is known of steps before the first one runs.
+
+    Args:
+        figures: of the layers.
+        called: the layers that steps call; ``None``: any may be called.
+        idle: the layers that no step calls.
+        uses: of the parameters.
+        crossings: what crosses the boundary behind each layer.
+        in_steps: the paths of the tensors that user code keeps and steps use.
+    """
+
+    figures: dict[int, Figures]
+    called: frozenset[int] | None
+    idle: frozenset[int]
+    uses: list[ParameterUse]
+    crossings: Sequence[Crossing]
+    in_steps: frozenset[str] = frozenset()
+
+
+class FirstLook:
+    """Finds out what steps do.
+
+    Args:
+        root: the LightningModule.
+        layers: its layers; :meth:`look` puts them into the order of their calls.
+        channels: this stage's connections.
+        replicas: the virtual machines.
+        planning: says whether layers are to be timed.
+        streams: the random streams.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: list[NamedLayer],
+        channels: Channels,
+        replicas: Replicas,
+        planning: Replanning,
+        streams: RandomStreams,
+    ) -> None:
+        self._root = root
+        self._layers = layers
+        self._channels = channels
+        self._replicas = replicas
+        self._planning = planning
+        self._streams = streams
+        self.known: Core | None = None
+        """What a run without values has learned of calls."""
+        self.is_timed = False
+        """Whether layers were timed before the first step."""
+
+    def look(
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        trains: bool,
+        user_step: UserStep | None,
+    ) -> Seen:
+        """Finds out what steps do, and times their layers if that is needed. The layers are in call
+        order from then on. Every rank calls this.
+
+        Args:
+            key: of the step's random stream.
+            step: the user's step that comes first.
+            batch: one microbatch.
+            trains: whether the run trains.
+            user_step: the user's step of training; ``None`` where the run does not train.
+        """
+        found = self._run_without_values(key, step, batch)
+        calls = [found.calls]
+        while found.draws and len(calls) < _MOST_DRAWS:
+            if len({call.layer for each in calls for call in each}) == len(self._layers):
+                break
+            # Other microbatches show the places of layers that this one skips at random.
+            again = self._run_without_values((*key, "order", len(calls)), step, batch, found.core)
+            calls.append(again.calls)
+        # Every rank has run its own batch; what the first rank has found counts.
+        order = self._replicas.world.share_object(
+            call_order(
+                merged_order([[call.layer for call in each] for each in calls]), len(self._layers)
+            ),
+            source=0,
+        )
+        if order != sorted(order):
+            self._layers[:] = [self._layers[index] for index in order]
+            for index, each in enumerate(self._layers):
+                each.index = index
+            found = self._run_without_values(key, step, batch, found.core)
+        self.known = found.core
+        layers = [each.layer for each in self._layers]
+        trained = found
+        if trains and key[1] != "train" and user_step is not None:
+            # The sanity check comes first, and calls what validation does.
+            own = *key, "training step"
+            trained = self._run_without_values(own, user_step, batch, found.core)
+        called = None if not trains or trained.end or trained.draws else trained.called
+        in_steps = self._kept_in(trained.used)
+        crossings = found.crossings()
+        if sum(each.may_be_cut for each in crossings[:-1]) < self._channels.num_stages - 1:
+            # Values may go back, too, if they have to.
+            crossings = [each._replace(may_be_cut=True) for each in crossings]
+        called, in_steps, crossings = self._replicas.world.share_object(
+            (called, in_steps, crossings), source=0
+        )
+        idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
+        uses = parameter_uses(self._root, layers, called)
+        figures = self._timed(found, leaves_of(batch), trains) if self._planning.measures else {}
+        self.is_timed = bool(figures)
+        if not figures:
+            figures = {
+                at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
+                for at, layer in enumerate(layers)
+            }
+        figures |= dict.fromkeys(idle, Figures(0.0))
+        return Seen(figures, called, idle, uses, crossings, in_steps)
+
+    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
+        """The paths of the tensors that user code keeps in this memory."""
+        nodes = kept_by_user(self._root, set(map(id, self._root.parameters())))
+        return frozenset(
+            path
+            for path, x in nodes
+            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
+        )
+
+    def _run_without_values(
+        self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None
+    ) -> FakeRun:
+        layers = [each.layer for each in self._layers]
+        if not self.looks_ahead:
+            return FakeRun(len(layers), end="nothing depends on it")
+        run = partial(step, self._root)
+        in_step = StepGroup(self._replicas.vm, self._replicas.count).in_force()
+        with self._streams.switched(*key), in_step:
+            states = self._streams.torch_states()
+            found = run_without_values(self._root, layers, self._channels.device, run, batch, known)
+            found.draws = self._streams.has_drawn_on_host() or not all(
+                map(torch.equal, states, self._streams.torch_states())
+            )
+        return found
+
+    def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
+        """The times of layers, on random data of the shapes that they are called with."""
+        stopwatch = Stopwatch(self._channels.device, self._streams, trains, batch)
+        with torch.inference_mode(False), without_compiling():
+            for call in found.calls:
+                each = self._layers[call.layer]
+                with preserved(each.layer.modules()), call.as_called():
+                    stopwatch.observe_call(each, call.leaves, call.rebuild)
+        return stopwatch.figures
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether what a step does is of use before the first one: to choose a cut."""
+        return self._replicas.topology.num_ranks > 1 or self._planning.measures
