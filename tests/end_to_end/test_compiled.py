@@ -115,7 +115,7 @@ def train(
     return parameters_of(module), any(plan.recompute) or any(plan.swaps)
 
 
-KINDS = [
+KINDS: list[Callable[[], Any]] = [
     CompilesItsLayers,
     WrapsItsLayers,
     CompilesCodeBetweenLayers,
