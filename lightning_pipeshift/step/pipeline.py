@@ -42,6 +42,7 @@ from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -895,6 +896,8 @@ class Pipeline:
             channels.shares_memory_with,
         )
         mailbox.waiting = self._waiting
+        if self.memory is not None:
+            mailbox.most_large = SENDS_UNDER_WAY
         self._record_messages(mailbox)
         return mailbox
 
@@ -1062,6 +1065,9 @@ class Pipeline:
             if recorder is not None:
                 recorder.begin_action(action)
             if store is not None:
+                if action.kind is Kind.BACKWARD and self.core is not None:
+                    # The room of payloads is now that of gradients.
+                    self.core.mailbox.await_sent(Carries.VALUE)
                 store.begin_action(place, action)
             try:
                 yield

@@ -209,9 +209,9 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
             assert sorted(found) == [4, 6, 8]
             before, after = (Plan.from_json(found[n].plan).placement.counts for n in (4, 6))
             assert (before, after) == (((4, 4),), ((5, 3),))
-    # While a stage waits for gradients; other layers run again in their backward.
+    # Only while a stage waits for gradients, and so perhaps never; else in the backward.
     again = actions(recordings(tmp_path / "gpipe")[4])
-    assert 0 < sum(action[0] == "R" for row in again for action in row) <= 8
+    assert sum(action[0] == "R" for row in again for action in row) <= 8
 
 
 def swapping(folder: str) -> Any:

@@ -155,6 +155,9 @@ class Mailbox:
         """Is told of each message: the stage that it goes to, its key, and the size of a tensor."""
         self.on_take: Callable[[], object] | None = None
         """Is called when a message has been taken."""
+        self.most_large: int | None = None
+        """How many large values, and how many gradients, may be on their way: one more waits.
+        ``None``: any number."""
         self._arrived = threading.Condition()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
@@ -169,7 +172,7 @@ class Mailbox:
         self._under_way: list[tuple[Any, Tensor, int]] = []
         # What takes much memory is let go of when it has been sent; a thread waits for that.
         self._release = InOrder("sent payloads", self._fail)
-        self._large: list[Future[None]] = []
+        self._large: list[tuple[Kind, Future[None]]] = []
         # Payloads leave in the order of their frames; another thread waits for the device.
         self._staging = InOrder("payloads of a device", self._fail)
         self._sending = threading.Lock()
@@ -214,7 +217,24 @@ class Mailbox:
             assert isinstance(content, Tensor)
             self._send_packed(to, key, place, self._in_buffer(to, content))
         else:
-            self._send_packed(to, key, place, self._packed(content))
+            packed = self._packed(content)
+            if packed.behind is not None and self.most_large is not None:
+                self.await_sent(key.kind, self.most_large - 1)
+            self._send_packed(to, key, place, packed)
+
+    def await_sent(self, kind: Kind, all_but: int = 0) -> None:
+        """Waits until large tensors have been sent, and so take no memory.
+
+        Args:
+            kind: of their messages.
+            all_but: so many, the latest ones, may still be on their way.
+        """
+        # Not while the lock is held: threads that receive send answers, and a send is over when
+        # another stage has received.
+        with self._sending:
+            under_way = [sent for each, sent in self._large if each is kind]
+        for sent in under_way[: max(0, len(under_way) - all_but)]:
+            sent.result()
 
     def _packed(self, content: Tensor | bytes | None) -> _Packed:
         """The content of a message that goes through the host."""
@@ -286,14 +306,14 @@ class Mailbox:
             # It lives until the next flush.
             self._under_way.append((self._post(frame, to, _FRAME_TAG), frame, to))
             if content.behind is not None:
-                self._send_behind(to, content.behind)
+                self._send_behind(to, key.kind, content.behind)
 
-    def _send_behind(self, to: int, fetch: Fetch) -> None:
+    def _send_behind(self, to: int, kind: Kind, fetch: Fetch) -> None:
         if is_asynchronous(self.device):
             self._staging.submit(partial(self._post_behind, to, fetch))
         else:
-            self._large = [one for one in self._large if not one.done()]
-            self._large.append(self._post_behind(to, fetch))
+            self._large = [one for one in self._large if not one[1].done()]
+            self._large.append((kind, self._post_behind(to, fetch)))
 
     def _post_behind(self, to: int, fetch: Fetch) -> Future[None]:
         data = fetch.wait()
@@ -326,7 +346,7 @@ class Mailbox:
             large, self._large = ([], self._large) if all_but else (self._large, [])
         for sent in done:
             self._complete_send(sent)
-        for future in large:
+        for _, future in large:
             future.result()
         self._check()
 

@@ -341,19 +341,6 @@ class ActivationStore:
         self._lent_bytes += num_bytes
         self._count(0)
 
-    def hold(self, num_bytes: int) -> None:
-        """Counts bytes that cannot be offloaded, such as a payload that was sent on; negative when
-        they are freed.
-
-        Raises:
-            BudgetError: they exceed the budget.
-        """
-        if num_bytes > 0:
-            self._take_room(num_bytes, "what is sent on", None, partial(self._count, num_bytes))
-            return
-        with self.lock:
-            self._count(num_bytes)
-
     # --- there and back ---
 
     def make_room(self, num_bytes: int, layer: int) -> None:

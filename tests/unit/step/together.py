@@ -252,7 +252,7 @@ class InMemoryMailbox(Mailbox):
         self._stages.post(self.stage, to, data, self._begins)
         self._begins = False
 
-    def _send_behind(self, to: int, fetch: Any) -> None:
+    def _send_behind(self, to: int, kind: Any, fetch: Any) -> None:
         self._post(fetch.wait(), to, 0)
 
     def flush(self, all_but: int = 0) -> None:
