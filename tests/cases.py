@@ -33,6 +33,14 @@ def some(cases: Iterable[T], number: int) -> list[T]:
     return [found[0], *between, found[-1]]
 
 
-def at_most(number: int, of: int) -> int:
-    """How many cases of a test that makes them by chance: ``number``, or all."""
-    return of if ALL_CASES in os.environ else number
+def by_turns(cases: Iterable[T], turn: int, number: int) -> list[T]:
+    """As :func:`some`, of a sequence that begins at another of its cases in each turn.
+
+    Args:
+        cases: of several tests.
+        turn: the number of the test.
+        number: how many, two or more.
+    """
+    found = list(cases)
+    at = turn % len(found)
+    return some([*found[at:], *found[:at]], number)

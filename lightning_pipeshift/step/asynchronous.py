@@ -44,6 +44,7 @@ from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.timeline.recording import REPORT, What
+from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
@@ -546,8 +547,8 @@ class AsynchronousPipeline(Pipeline):
     def _number_of(self, key: Key) -> int | None:
         return next((n for n, one in self._under_way.items() if one.run == key.step), None)
 
-    def _connect_core(self) -> None:
-        super()._connect_core()
+    def _connect_core(self, known: Core | None) -> None:
+        super()._connect_core(known)
         core, holdings = self.core, self.holdings
         assert core is not None
         assert holdings is not None

@@ -1,4 +1,4 @@
-"""What is known of the user's steps before the first one runs: a run without values finds it."""
+"""Finds out what the user's steps do before the first one runs, by a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -35,23 +35,27 @@ _MOST_DRAWS = 8
 
 
 class Seen(NamedTuple):
-    """What is known of steps before the first one runs.
+    """The properties of the user's steps, found before the first one runs.
 
     Args:
-        figures: of the layers.
+        figures: the times and sizes of the layers; by their bytes where they were not timed.
+        is_timed: whether the layers were timed.
         called: the layers that steps call; ``None``: any may be called.
         idle: the layers that no step calls.
         uses: of the parameters.
         crossings: what crosses the boundary behind each layer.
         in_steps: the paths of the tensors that user code keeps and steps use.
+        core: has the contracts of the calls in the run on fake tensors; ``None`` without one.
     """
 
     figures: dict[int, Figures]
+    is_timed: bool
     called: frozenset[int] | None
     idle: frozenset[int]
     uses: list[ParameterUse]
     crossings: Sequence[Crossing]
-    in_steps: frozenset[str] = frozenset()
+    in_steps: frozenset[str]
+    core: Core | None
 
 
 class FirstLook:
@@ -81,10 +85,6 @@ class FirstLook:
         self._replicas = replicas
         self._planning = planning
         self._streams = streams
-        self.known: Core | None = None
-        """What a run without values has learned of calls."""
-        self.is_timed = False
-        """Whether layers were timed before the first step."""
 
     def look(
         self,
@@ -124,7 +124,6 @@ class FirstLook:
             for index, each in enumerate(self._layers):
                 each.index = index
             found = self._run_without_values(key, step, batch, found.core)
-        self.known = found.core
         layers = [each.layer for each in self._layers]
         trained = found
         if trains and key[1] != "train" and user_step is not None:
@@ -143,14 +142,14 @@ class FirstLook:
         idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
         uses = parameter_uses(self._root, layers, called)
         figures = self._timed(found, leaves_of(batch), trains) if self._planning.measures else {}
-        self.is_timed = bool(figures)
-        if not figures:
+        is_timed = bool(figures)
+        if not is_timed:
             figures = {
                 at: Figures(_SECONDS_PER_BYTE * bytes_of(layer.parameters()))
                 for at, layer in enumerate(layers)
             }
         figures |= dict.fromkeys(idle, Figures(0.0))
-        return Seen(figures, called, idle, uses, crossings, in_steps)
+        return Seen(figures, is_timed, called, idle, uses, crossings, in_steps, found.core)
 
     def _kept_in(self, used: Collection[int]) -> frozenset[str]:
         """The paths of the tensors that user code keeps in this memory."""

@@ -231,6 +231,8 @@ class Pipeline:
         )
         self._called: set[int] = set()
         """The layers known to be called by a training step."""
+        self._is_timed = False
+        """Whether layers were timed before the first step."""
         self._said_of_work: str | None = None
         self._plan: Plan | None = None
         self.holdings: Holdings | None = None
@@ -320,7 +322,7 @@ class Pipeline:
         seen = self._first_look.look(key, step, batch, trains, self.user_step)
         uses, layers = seen.uses, [each.layer for each in self._layers]
         plan = self.planning.first_plan(
-            self._measure(seen, batch, optimizers if trains else [], trains), seen.idle, trains
+            self._measure(seen, batch, optimizers, trains), seen.idle, trains
         )
         plan.require_layers([each.name for each in self._layers])
         self._reorder(plan)
@@ -354,11 +356,12 @@ class Pipeline:
             )
         if seen.idle:
             self._say_who_has_no_work()
-        if self.settings.plan is None and not self._first_look.is_timed:
+        self._is_timed = seen.is_timed
+        if self.settings.plan is None and not self._is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.
             records = tuple(replace(layer, forward_seconds=0.0) for layer in self.plan.layers)
             self._plan = replace(self.plan, layers=records, prediction=None)
-        self._connect_core()
+        self._connect_core(seen.core)
 
     def measure(self, step_number: int, step: UserStep, batch: Any) -> Measured | None:
         """Measures the machines and the layers without training: the result is on the first rank.
@@ -530,7 +533,7 @@ class Pipeline:
             )
 
     def _request(self, plan: Plan, at_once: bool) -> None:
-        # Owners change between two steps. Nobody waits for that: layers travel while the next runs.
+        # Owners change between two steps. No step waits for that: layers are sent while it runs.
         now = self.changes.next or self.plan
         self.changes.request([plan] if at_once else self.planning.parts_of(now, plan))
 
@@ -646,9 +649,10 @@ class Pipeline:
             self._modules_outside_layers(),
             self.holdings.uses if parameters_too else [],
         )
-        for number, layer in enumerate(core.layers if core is not None and self.vm else ()):
+        if core is None or not self.vm:
+            return
+        for number, layer in enumerate(core.layers):
             # Every stage has the buffers that a layer replaces, and only its owner got them.
-            assert core is not None
             owner = core.owners(number, 0)
             mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
             if mine:
@@ -844,7 +848,7 @@ class Pipeline:
     # --- the end ---
 
     def release(self) -> None:
-        """Ends what runs beside the steps."""
+        """Ends the threads and transfers of this rank, at the end of the run or after an error."""
         self.changes.abandon()
         self.late_updates.abandon()
         if self._aggregation is not None:
@@ -938,7 +942,12 @@ class Pipeline:
         """The number of a message's microbatch; ``None`` if it is of no microbatch."""
         return key.turn if key.turn >= 0 else None
 
-    def _connect_core(self) -> None:
+    def _connect_core(self, known: Core | None) -> None:
+        """Connects the stages.
+
+        Args:
+            known: see :class:`Seen`.
+        """
         channels, holdings = self.channels, self.holdings
         assert holdings is not None
         self.core = Core(
@@ -950,9 +959,8 @@ class Pipeline:
             stream_seed(self.settings.seed, self.vm),
             lambda tensor: holdings.holders_of(tensor) if holdings.knows(tensor) else (),
         )
-        if self._first_look.known is not None:
-            self.core.learn_from(self._first_look.known)
-            self._first_look.known = None
+        if known is not None:
+            self.core.learn_from(known)
         self.core.calls, self.core.gates = self.calls, self._layers
         self.core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
         if not self._is_automatic:
@@ -1167,7 +1175,7 @@ class Pipeline:
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
-        if self.core.result_bytes and not self._first_look.is_timed:
+        if self.core.result_bytes and not self._is_timed:
             self.planning.note_results(self.core.result_bytes, self.core.kinds)
         self.core.result_bytes.clear()
         if self.changes.last is None and not self.plan.placement.owners:

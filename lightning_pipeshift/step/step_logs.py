@@ -1,4 +1,4 @@
-"""What the steps on values log."""
+"""Keeps the values that each microbatch's step logs."""
 
 from __future__ import annotations
 

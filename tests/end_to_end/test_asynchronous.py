@@ -34,7 +34,7 @@ from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests import asynchronous_reference
-from tests.cases import at_most
+from tests.cases import some
 from tests.end_to_end.test_changing_plans import (
     SLOW,
     Sleeper,
@@ -349,7 +349,7 @@ def test_the_bits_of_the_reference(num_stages: int) -> None:
     without layers, and where the pipeline drains and fills.
     """
     draw = random.Random(num_stages)
-    cases = [case_by_chance(draw, num_stages) for _ in range(at_most(3, 6))]
+    cases = some([case_by_chance(draw, num_stages) for _ in range(6)], 3)
     # Layers of two stages, with their own ages, at one new owner.
     if num_stages == 4:
         cases.append(Case([2, 2, 2, 0], moves={8: [0, 1, 4, 1]}))

@@ -179,9 +179,12 @@ def test_sigterm_at_each_minibatch_around_a_move(
     case = case_of(way, schedule, accumulated)._replace(has_slow_links=has_slow_links)
     last = MOVES_AFTER + (3 * accumulated + 4) * (2 if has_slow_links else 1)
     cases: list[Any] = [(case, idx, idx % 3) for idx in range(MOVES_AFTER - 2, last)]
-    num_moves = require_ended_in_order(tmp_path, some(cases, 4))
+    tried = some(cases, 4)
+    num_moves = set(require_ended_in_order(tmp_path, tried))
     # Some moves have not begun, and some are over.
-    assert {min(num_moves), max(num_moves)} == {0, 3 if has_slow_links else 1}
+    expected = set(range(4 if has_slow_links else 2))
+    assert {0, max(expected)} <= num_moves <= expected
+    assert num_moves == expected or len(tried) < len(cases)
 
 
 @each_way

@@ -23,6 +23,7 @@ from lightning_pipeshift.plan.schedule.asynchronous import shared_copies, weight
 from lightning_pipeshift.runtime.comm.messages import Message
 from lightning_pipeshift.runtime.planning import move_parts
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.cases import by_turns, some
 from tests.end_to_end import test_asynchronous
 from tests.end_to_end.test_memory_compression import POLICIES, Between, Block, Trains
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
@@ -138,15 +139,12 @@ def require_same(found: Sequence[Result], expected: Sequence[Result], what: str 
 # --- nothing that is computed changes ---
 
 
-@pytest.mark.parametrize(
-    ("moves", "policies"),
-    [(None, ["device", "lossless"]), ({2: [1, 3, 3], 6: [4, 1, 2]}, ["host", "again", "of each"])],
-    ids=["still", "moving"],
-)
+@pytest.mark.parametrize("moves", [None, {2: [1, 3, 3], 6: [4, 1, 2]}], ids=["still", "moving"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_policy_changes_a_bit(schedule: str, moves: Any, policies: list[str]) -> None:
+def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
     """Tensors of several minibatches are elsewhere at once, and layers move meanwhile."""
     given = {"schedule": schedule, "moves": moves}
+    policies = by_turns(POLICIES, 2 * list(SCHEDULES).index(schedule) + (moves is None), 3)
     wishes = [None, *(POLICIES[name] for name in policies)]
     runs = [{"compression": wish, **given} for wish in wishes]
     plain, *compressed = on_ranks(3, [*runs, {"recompute": "full", **given}])
@@ -177,11 +175,11 @@ def test_one_stage_and_two_virtual_machines() -> None:
 
 
 def train_sharing(schedule: str) -> list[dict[str, Tensor]]:
-    """What a run without the plugin, and those with two policies, make of shared parameters."""
+    """What a run without the plugin, and those with some policies, make of shared parameters."""
     case = test_asynchronous.Case(
         [2, 2, 2], schedule, SCHEDULES[schedule], validates=7, shares=True, num_epochs=1
     )
-    wishes: Any = [POLICIES[name] for name in ("host", "of each")]
+    wishes: Any = some(POLICIES.values(), 2)
     plugins = [[], *([MemoryCompression(**wish)] for wish in wishes)]
     return [test_asynchronous.train(case, plugins=each).state for each in plugins]
 
@@ -390,19 +388,20 @@ def living(**how: Any) -> list[Memory]:
     return watches.found
 
 
-PLANNED = {"policy": KeepAll()}
+NUM_VERSIONS = [
+    ("async", 1, [4, 3, 2, 1]),
+    ("async", 2, [3, 2, 2, 1]),
+    ("async", 3, [2, 2, 2, 1]),
+    ("async-2bw", 4, [2, 2, 2, 2]),
+]
 
 
 @pytest.mark.parametrize(
     ("schedule", "accumulated", "num_versions", "compression"),
-    [
-        ("async", 1, [4, 3, 2, 1], None),
-        ("async", 1, [4, 3, 2, 1], PLANNED),
-        ("async", 2, [3, 2, 2, 1], PLANNED),
-        ("async", 3, [2, 2, 2, 1], None),
-        ("async-2bw", 4, [2, 2, 2, 2], None),
-        ("async-2bw", 4, [2, 2, 2, 2], PLANNED),
-    ],
+    some(
+        [(*each, wish) for each in NUM_VERSIONS for wish in (None, {"policy": KeepAll()})],
+        6,
+    ),
 )
 def test_a_stage_holds_what_the_planner_counts(
     schedule: str, accumulated: int, num_versions: list[int], compression: Any

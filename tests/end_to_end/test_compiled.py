@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.cases import at_most
+from tests.cases import by_turns
 from tests.features_models import built, parameters_of, quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
 
@@ -133,9 +133,7 @@ WAYS: list[tuple[int, dict[str, Any], float | None]] = [
 def test_every_split_and_policy_trains_the_same(make: Callable[[], Any]) -> None:
     ((expected, _),) = run_ranks(train, 1, make, 1, {"profile_steps": 0}, None)
     assert any("running_mean" in name for name in expected)
-    # Compiling takes most of the time: two ways each, by turns.
-    ways = WAYS if at_most(2, 3) == 3 else [w for w in WAYS if w != WAYS[KINDS.index(make) % 3]]
-    for num_ranks, settings, budget in ways:
+    for num_ranks, settings, budget in by_turns(WAYS, KINDS.index(make), 2):
         for found, is_changed in run_ranks(train, num_ranks, make, num_ranks, settings, budget):
             assert is_changed == (settings.get("recompute") == "full")
             different = [

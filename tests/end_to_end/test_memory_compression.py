@@ -35,7 +35,7 @@ from lightning_pipeshift import (
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.text import bytes_of_text
-from tests.cases import at_most
+from tests.cases import by_turns
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
 
@@ -222,9 +222,7 @@ def train_with_each(
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_policy_changes_a_bit(setting: str) -> None:
     ranks, how = SETTINGS[setting]
-    # Three policies each, by turns; what code between layers saves is looked for with the first.
-    first = list(SETTINGS).index(setting)
-    names = [list(POLICIES)[(first + turn) % len(POLICIES)] for turn in range(at_most(3, 5))]
+    names = by_turns(POLICIES, list(SETTINGS).index(setting), 3)
     of_ranks = run_ranks(train_with_each, ranks, [None, *map(POLICIES.get, names)], how)
     plain, *compressed = zip(*of_ranks, strict=True)
     for name, found in zip(names, compressed, strict=True):

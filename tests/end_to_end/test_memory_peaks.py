@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy
+from lightning_pipeshift.runtime.offload import stage_memory
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_memory_compression import SAMPLES, WIDTH, Trains
 from tests.features_models import built, quiet_trainer
@@ -62,6 +66,18 @@ class Batches(Dataset[Any]):
         return x, torch.randint(4, (self.rows,), generator=generator)
 
 
+@contextmanager
+def fast_host() -> Iterator[None]:
+    """Copies to the host are said to take no time: by measured ones, the least budget that has a
+    plan depends on what else the machine does.
+    """
+    with (
+        mock.patch.object(stage_memory.StageMemory, "_bandwidth", return_value=1e15),
+        mock.patch.object(stage_memory, "copy_costs", return_value=(0.0, 0.0)),
+    ):
+        yield
+
+
 def train(name: str, budgets: list[float]) -> list[tuple[dict[str, Any], list[int]]]:
     """For each budget in bytes: the weights, and the peaks of the steps."""
     results: list[tuple[dict[str, Any], list[int]]] = []
@@ -80,7 +96,8 @@ def train(name: str, budgets: list[float]) -> list[tuple[dict[str, Any], list[in
             callbacks=[living],
             plugins=[MemoryCompression(budget=budget, host_budget=1e9)],
         )
-        trainer.fit(model, DataLoader(Batches(rows), batch_size=None))
+        with fast_host() if name == "wide" else nullcontext():
+            trainer.fit(model, DataLoader(Batches(rows), batch_size=None))
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         results.append((state, living.peaks))
     return results
@@ -88,7 +105,7 @@ def train(name: str, budgets: list[float]) -> list[tuple[dict[str, Any], list[in
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "parts"),
-    [("blocks", 1, (0.9, 0.75)), ("blocks", 2, (0.85, 0.7)), ("wide", 2, (0.95, 0.9))],
+    [("blocks", 1, (0.9, 0.75)), ("blocks", 2, (0.85, 0.7)), ("wide", 2, (0.9, 0.81))],
 )
 def test_what_lives_is_within_the_budget(
     name: str, num_stages: int, parts: tuple[float, ...]

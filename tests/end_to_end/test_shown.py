@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_pipeshift import LayerMigration
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.cases import some
 from tests.features_models import quiet_trainer
 from tests.models import LayersOfItsOwn, points
 
@@ -127,7 +129,9 @@ def told_of_predictions(schedule: str, watched: bool) -> list[str]:
     return [message for message in heard.messages if "and the plan predicted" in message]
 
 
-@pytest.mark.parametrize(("schedule", "watched"), [("1f1b", False), ("async", True)])
+@pytest.mark.parametrize(
+    ("schedule", "watched"), some(product(["1f1b", "async"], [False, True]), 2)
+)
 def test_a_plan_that_predicted_other_steps_is_told_once(schedule: str, watched: bool) -> None:
     [message], nothing = run_ranks(told_of_predictions, 2, schedule, watched)
     assert nothing == []

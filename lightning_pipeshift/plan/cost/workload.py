@@ -38,8 +38,8 @@ Sharers = tuple[tuple[int, ...], frozenset[int]]
 """The layers that share a parameter, and the stages that have some of them."""
 
 SENDS_UNDER_WAY: Final = 2
-"""The largest number of microbatches with an incomplete send of one kind on a stage, if no later
-action shows that sends are complete: for gradients, and for payloads of an evaluation."""
+"""How many large values, and how many gradients, a stage with a memory plan may be sending at a
+time: one more waits. See ``runtime.comm.mailbox.Mailbox.most_large``."""
 
 ROUNDING: Final = 1 + 1e-9
 """Sums depend on their order by rounding: a difference of less than this factor is none."""

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from lightning_pipeshift.runtime.offload.copying import BufferPool
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
+from tests.cases import some
 from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.every_order import Run, every_order, some_orders
 from tests.unit.runtime.forgotten_waits import forget
@@ -316,12 +318,7 @@ def test_the_lender_waits_until_blocks_are_freed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("row", "budget", "is_direct"),
-    [
-        ("gpipe", 1.3, True),
-        ("gpipe", 100.0, False),
-        ("middle of 1f1b", 1.3, False),
-        ("middle of 1f1b", 100.0, True),
-    ],
+    some(product(["gpipe", "middle of 1f1b"], [1.3, 100.0], [True, False]), 4),
 )
 def test_steps_train_the_same_bits_in_some_orders(row: str, budget: float, is_direct: bool) -> None:
     """A stage's tensors leave and come back by its threads, as its store decides."""

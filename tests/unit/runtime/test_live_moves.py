@@ -30,7 +30,7 @@ from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.minibatches import Minibatches
 from tests.asynchronous_reference import _ends_of_groups, _newest
-from tests.cases import at_most, some
+from tests.cases import some
 from tests.unit.runtime.interleaving import Condition, Interleaving, Network, Queue, Threads
 
 CPU = torch.device("cpu")
@@ -416,7 +416,7 @@ def test_every_pair_of_stages_in_many_orders(
             continue
         stays = tuple(range(num_stages))
         there, back = (*stays, target), (*stays, source)
-        for seed in range(at_most(2, 4)):
+        for seed in some(range(4), 2):
             case = Case(
                 back,
                 {num_stages + seed: [there, back]},

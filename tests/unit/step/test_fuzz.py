@@ -31,7 +31,7 @@ Check = Callable[[Program], Outcome]
     ("part", "check", "share"),
     [
         *((part, check, 0.85) for part in range(PARTS)),
-        *((part, fuzz_asynchronous.check, 0.4) for part in range(PARTS // 6)),
+        *((part, fuzz_asynchronous.check, 0.4) for part in range(PARTS // 3)),
     ],
 )
 def test_random_programs_train_the_bits_of_a_plain_loop(
