@@ -88,7 +88,7 @@ class Core:
     ) -> None:
         self.module, self.layers, self.owners = module, list(layers), owners
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
-        self.generators = generators_of(device)
+        self.device_kind, self.generators = device.type, generators_of(device)
         self.finder = ContractFinder(device)
         self.contracts: dict[Any, tuple[Contract | None, str, int]] = {}
         """By a call's key: its contract, its name, and a digest of what else has to be the same on

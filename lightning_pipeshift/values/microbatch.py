@@ -38,6 +38,7 @@ from lightning_pipeshift.values.calls import Call, Calls
 from lightning_pipeshift.values.contract import Contract, other_numbers
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_contracts import (
+    Flagged,
     call_hooks,
     flagged_as,
     flagged_in,
@@ -115,7 +116,7 @@ class Microbatch(Calls):
         core = self.core
         arguments = Arguments(given(args, kwargs), _described, function in _SHAPED_BY_FLOATS)
         self.place_parameters([x for x in arguments.tensors if type(x) in PLACED])
-        key = function, torch.is_grad_enabled(), *_autocast(core.device), arguments.key
+        key = function, torch.is_grad_enabled(), _autocast(core.device_kind), arguments.key
         known = core.contracts.get(key)
         if known is None:
             contract = core.finder.find(function, args, kwargs)
@@ -221,7 +222,7 @@ class Microbatch(Calls):
             kind,
             flags,
             torch.is_grad_enabled(),
-            *_autocast(core.device),
+            _autocast(core.device_kind),
             arguments.key,
             hooked,
             core.own_hooks(number),
@@ -252,15 +253,6 @@ class Microbatch(Calls):
         if is_bare and (contract is None or not contract.is_bare):
             is_bare, all_args = False, ((), *args)
 
-        @contextmanager
-        def again() -> Iterator[None]:
-            draws_on_host = contract is None or contract.draws_on_host
-            with (
-                flagged_as(flagged, flags),
-                drawing_from(core.generators, draws_on_host, numbered_seed(*stream)),
-            ):
-                yield
-
         def run(others: dict[str, Tensor], run_args: Any, run_kwargs: Any) -> Any:
             changed: set[Attribute] = set()
             forward = core.forwards[number]
@@ -276,6 +268,9 @@ class Microbatch(Calls):
             if runs_twice:
                 # The second run, in the backward, needs the tensors of other stages, too.
                 forward = partial(_called_with, layer, forward, others) if others else forward
+                draws_on_host = contract is None or contract.draws_on_host
+                seed = numbered_seed(*stream)
+                again = partial(_as_before, core.generators, draws_on_host, seed, flagged, flags)
                 forward = run_twice(layer, forward, state, again)
             if core.gates and core.gates[number].weights is not None:
                 forward = partial(core.gates[number].run_by, forward)
@@ -290,7 +285,7 @@ class Microbatch(Calls):
                 forward = partial(_called_with, layer, forward, others)
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
-            versions = versions_in(others.values())
+            versions = versions_in(others.values()) if others else []
             if self.finite is not None:
                 self.finite.given(label, (run_args, run_kwargs))
             result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
@@ -308,7 +303,7 @@ class Microbatch(Calls):
                     " assign the attribute in every call, or return what it keeps, and not only if"
                     " values, or things outside of the layer, say so."
                 )
-            if versions != versions_in(others.values()):
+            if others and versions != versions_in(others.values()):
                 raise LayerError(
                     f"`{label}` writes in place to a parameter that another stage holds, since a"
                     " layer there has it, too. Write to it between layers."
@@ -448,10 +443,24 @@ def _described(tensor: Tensor) -> Any:
         return (tensor.shape, tensor.stride(), tensor.dtype), tensor.requires_grad
 
 
-def _autocast(device: torch.device) -> tuple[Any, ...]:
-    if not torch.is_autocast_enabled(device.type):
-        return (None,)
-    return (torch.get_autocast_dtype(device.type),)
+def _autocast(device_kind: str) -> torch.dtype | None:
+    """The type that autocast computes in; ``None`` without it."""
+    if not torch.is_autocast_enabled(device_kind):
+        return None
+    return torch.get_autocast_dtype(device_kind)
+
+
+@contextmanager
+def _as_before(
+    generators: Sequence[torch.Generator],
+    draws_on_host: bool,
+    seed: int,
+    flagged: Flagged,
+    flags: tuple[bool, ...],
+) -> Iterator[None]:
+    """Context of a layer's second run, with the random numbers and the flags of the first."""
+    with flagged_as(flagged, flags), drawing_from(generators, draws_on_host, seed):
+        yield
 
 
 def _called_with(
