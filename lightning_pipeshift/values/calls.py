@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     USES_OF_ONE,
@@ -42,6 +42,7 @@ from lightning_pipeshift.values.value import (
     StepBuffer,
     StepParameter,
     Value,
+    between_steps,
     run_by,
     user_line,
     versions_in,
@@ -345,6 +346,8 @@ class Calls(Transfers):
         """
         if not _is_own(tensor, needs_gradient):
             require_here(tensor)
+            if isinstance(tensor, nn.Parameter) and not self.core.sees_parameters:
+                raise between_steps(label)
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"

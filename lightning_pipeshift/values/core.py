@@ -352,9 +352,16 @@ class Core:
     def placed(self) -> Iterator[None]:
         """Context in which layers run at their owners. Outside of it the module is as it was."""
         self._place_forwards()
+        # Of the base class, unless another core of this process is in such a context.
+        data = Tensor.__dict__.get("data")
+        Tensor.data = SeenData(lambda: self.sees_parameters)  # type: ignore[assignment]
         try:
             yield
         finally:
+            if data is None:
+                del Tensor.data
+            else:
+                Tensor.data = data
             for number in range(len(self.layers)):
                 self._restore(number)
 
@@ -410,15 +417,12 @@ class Core:
         self._classes = classes = {tensor: type(tensor) for tensor in placed}
         # As it is in the class: bound to the class, it would call no subclass's forward.
         before = torch.autograd.Function.__dict__["apply"]
-        # Of the base class, unless another core of this process is in such a context.
-        data = Tensor.__dict__.get("data")
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
         torch.cond, condition = _chosen, torch.cond
-        Tensor.data = SeenData()  # type: ignore[assignment]
         self.sees_parameters = True
         try:
             with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
@@ -427,10 +431,6 @@ class Core:
             self.sees_parameters = False
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
             torch.cond = condition
-            if data is None:
-                del Tensor.data
-            else:
-                Tensor.data = data
             for tensor, cls in classes.items():
                 tensor.__class__ = cls
 

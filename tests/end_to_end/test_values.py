@@ -616,6 +616,54 @@ def test_ranks_that_run_differently_are_told_both_lines(kind: type[Base], tmp_pa
         assert len(re.findall(r"test_values\.py:\d+\)", said)) == 2
 
 
+class Assigns(Base):
+    """Gives a parameter the bytes of a value between two steps, where that has no place."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        logits = self(words)
+        self.mean_logit = logits.detach().mean((0, 1))
+        return self.loss(logits, targets)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.head.bias.data = self.mean_logit
+
+
+class Copies(Assigns):
+    """Likewise, in place."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.head.bias.copy_(self.mean_logit)
+
+
+class AssignsInTime(Assigns):
+    """Where the error says."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.head.bias.data = self.mean_logit
+
+
+@pytest.mark.parametrize("kind", [Assigns, Copies])
+def test_a_value_written_to_a_parameter_between_steps_is_refused(
+    kind: type[Base], tmp_path: Path
+) -> None:
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
+    said = [each.message for each in outcomes if each.error_type == "LayerError"]
+    assert said
+    assert all("in `training_step` (under `torch.no_grad()`), or in `on_be" in x for x in said)
+
+
+def test_the_advice_for_such_a_write_works(tmp_path: Path) -> None:
+    ((one,),) = run_ranks(run_all, 1, {}, str(tmp_path), [AssignsInTime])
+    for (rank,) in run_ranks(run_all, 2, {"partition": "uniform"}, str(tmp_path), [AssignsInTime]):
+        assert all(torch.equal(x, one.parameters[name]) for name, x in rank.parameters.items())
+
+
 class MeetsAlone(Base):
     """One rank alone calls a collective between two steps."""
 
