@@ -430,12 +430,17 @@ class Engine:
             saves.run_again()
 
     def _wait(self, flight: Flight) -> None:
-        live, done = flight.live, flight.done
-        waits = [
-            (Action(Kind.FORWARD, one.order), one.waits_for)
-            for one in self._in_turn(live)
-            if one.waits_for is not None
-        ]
+        done, waits = flight.done, []
+        for one in self._in_turn(flight.live):
+            wait = one.waits_for
+            if wait is None:
+                continue
+            if not self._core.mailbox.has(wait[0]):
+                waits.append((Action(Kind.FORWARD, one.order), wait))
+            elif one.can_go_on():
+                # It came just now. Where an earlier microbatch has to go on first, it is no reason
+                # to look again.
+                return
         oldest = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
         waiting = None if oldest is None else done.get(oldest.microbatch)
         if oldest is not None and waiting is not None and waiting.first_gradient is not None:

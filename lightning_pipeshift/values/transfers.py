@@ -160,7 +160,10 @@ class Transfers(NotedProgram):
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
-        return account.tensor if self.stage == stage else None
+        found = account.tensor if self.stage == stage else None
+        if found is not None and account.requires_grad and account.owner != stage:
+            return _marked(found)
+        return found
 
     def _require_new(self, tensor: Tensor, label: str) -> None:
         """Raises LayerError for a value whose way back an earlier backward has used."""
@@ -366,6 +369,14 @@ class Transfers(NotedProgram):
         for key in memory.offers:
             self.mailbox.copy_offer(key)
         memory.offers.clear()
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    """The copy of a tensor that needs a gradient, for a use without one. Torch looks at that even
+    so: `matmul` folds its first argument if the second one needs a gradient, which has other bits.
+    """
+    with without_torch_function_of_subclasses(), torch.inference_mode(False):
+        return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def key_of(account: Account) -> Key:
