@@ -89,6 +89,15 @@ FOUND = {
         owners=(0, 1),
         rows=(2,),
     ),
+    "a weight of another stage, used without a gradient": program(
+        # `matmul` folds its first argument where the second one needs a gradient, even so.
+        "x = self.layers[1](x0).detach()",
+        "x = x.transpose(1, 2).contiguous().transpose(1, 2)",
+        Block("with torch.no_grad():", ("y = F.linear(x, self.layers[0].weight)",)),
+        "return self.layers[2](y).pow(2).mean()",
+        layers="Linear Linear Linear",
+        owners=(0, 1, 1),
+    ),
     "a microbatch without a loss, whose value another stage has used": Program(
         10283,  # also draws the schedules, and which of them overlap
         2,
