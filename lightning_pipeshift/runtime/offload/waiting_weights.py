@@ -17,7 +17,7 @@ CN114880130B moves "every tensor related to a layer" while it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,37 +26,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket, nothing
-from lightning_pipeshift.runtime.offload.host_copies import Traffic, host_memory_like
-from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, is_at, may_wait
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing
+from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_at
+from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, may_wait
 
 _CHECKED_STEPS: Final = 2
 """How many steps of a run compare the weights that leave the device with those on the host."""
 _STEPS_BETWEEN_CHECKS: Final = 100
 _AHEAD: Final = 2
 """How many layers may be prefetched, if there is room for them."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Weights that are being copied.
-
-    Args:
-        ticket: the copy in progress.
-        arrive: gives them their new memory.
-    """
-
-    ticket: Ticket
-    arrive: Callable[[], None]
-
-    def finish(self) -> None:
-        """Waits for the copy, and gives the weights their new memory."""
-        self.ticket.wait()
-        self.arrive()
-
-    def is_done(self) -> bool:
-        """Whether the copy is complete."""
-        return self.ticket.is_done()
 
 
 @dataclass(eq=False)
@@ -67,7 +45,7 @@ class _Layer:
         name: of the layer.
         weights: its parameters.
         num_bytes: of them.
-        ticket: the copy to the device in progress.
+        copies: the last ones to the device or to the host.
         is_here: whether they are on the device, or on their way there.
         traffic: counts them as long as they are.
         num_runs: how many calls of the layer are in progress.
@@ -76,7 +54,7 @@ class _Layer:
     name: str
     weights: list[Weight]
     num_bytes: int = field(init=False)
-    ticket: Ticket | None = None
+    copies: Copies | None = None
     is_here: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     num_runs: int = 0
@@ -97,7 +75,7 @@ class WaitingWeights:
         self.traffic = Traffic()
         self.window_bytes = 0.0
         """The device's memory for the layer that runs, and for those that are prefetched."""
-        self._host = host
+        self._homes = HostCopies(host, "the weights")
         self._copier = copier
         self._layers: dict[int, _Layer] = {}
         self._current = self._before = -1
@@ -114,7 +92,7 @@ class WaitingWeights:
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that they take."""
-        return sum(layer.num_bytes for layer in self._layers.values())
+        return self._homes.num_bytes
 
     @property
     def free_bytes(self) -> float:
@@ -143,42 +121,35 @@ class WaitingWeights:
         """
         self.leave_all()
         self.window_bytes = window_bytes
-        held = {id(p): p for layer in own.values() for p in layer}
+        held = {id(p) for layer in own.values() for p in layer}
         before = {id(w.parameter): w for layer in self._layers.values() for w in layer.weights}
-        kept: set[int] = set()
         self._layers, self._next = {}, {}
         for index in sorted(set(moved) & own.keys()):
             weights = []
             for parameter in own[index]:
                 known = before.get(id(parameter))
-                if known is not None and is_at(parameter, known.host):
-                    kept.add(id(parameter))
-                    weights.append(known)
-                elif may_wait(parameter) and is_alone(parameter):
-                    weights.append(self._put_away(parameter))
+                if known is None or not is_at(parameter, known.host):
+                    if not may_wait(parameter) or not is_alone(parameter):
+                        continue
+                    known = Weight(parameter, parameter.data, self._homes.memory_of(parameter))
+                    self._copy_out([known])
+                    known.leave()
+                before.pop(id(parameter), None)
+                weights.append(known)
             if weights:
                 name = names[index] if index < len(names) else str(index)
                 self._layers[index] = _Layer(name, weights)
         for key, weight in before.items():
-            if key in kept:
-                continue
             # It stays on the device from now on, or has left this stage.
-            if key in held and is_at(held[key], weight.host):
+            if key in held and is_at(weight.parameter, weight.host):
                 weight.begin_to_come(False)
                 weight.copy_to_device()
                 weight.come()
-            self._host.unclaim(weight.host.nbytes)
-
-    def _put_away(self, parameter: nn.Parameter) -> Weight:
-        values = host_memory_like(self._host, parameter, "the weights")
-        weight = Weight(parameter, parameter.data, values)
-        self._copy_out([weight])
-        weight.leave()
-        return weight
+            self._homes.forget(weight.parameter)
 
     def _copy_out(self, weights: Sequence[Weight]) -> None:
         """Copies weights to the host, which may read them then."""
-        self._copier.out(_each(Weight.copy_to_host, weights), nothing).wait()
+        Copies(self._copier.out, [(weight.copy_to_host, nothing) for weight in weights]).finish()
         self._copier.finish()
         self.traffic.moved_bytes += sum(weight.host.nbytes for weight in weights)
 
@@ -265,7 +236,7 @@ class WaitingWeights:
                 self._leave(other)
         for other in wanted:
             self._begin_to_come(other, self.traffic)
-        self._finish_to_come(index)
+        self._finish(index)
 
     def _wanted(self) -> list[int]:
         """The layers that are to be on the device: the current one, and those that are expected
@@ -296,15 +267,8 @@ class WaitingWeights:
             weight.begin_to_come(self._is_in_step)
         layer.traffic = traffic
         traffic.count(layer.num_bytes)
-        layer.ticket = self._copier.back(_each(Weight.copy_to_device, layer.weights), nothing)
-
-    def _finish_to_come(self, index: int) -> None:
-        layer = self._layers[index]
-        ticket, layer.ticket = layer.ticket, None
-        if ticket is not None:
-            ticket.wait()
-            for weight in layer.weights:
-                weight.come()
+        parts = [(weight.copy_to_device, weight.come) for weight in layer.weights]
+        layer.copies = Copies(self._copier.back, parts)
 
     def leave_all(self) -> None:
         """Frees the device's memory of all weights."""
@@ -317,22 +281,27 @@ class WaitingWeights:
     def _leave(self, index: int) -> None:
         """Frees a layer's memory on the device. Only what has been written to is copied first."""
         layer = self._layers[index]
+        self._finish(index)
         if not layer.is_here:
             return
-        self._finish_to_come(index)
         changed = [weight for weight in layer.weights if not weight.is_unchanged]
         if self._is_in_step:
             self._check(layer, changed)
         if changed:
             self._copy_out(changed)
-        self._left(layer)
-
-    @staticmethod
-    def _left(layer: _Layer) -> None:
         for weight in layer.weights:
             weight.leave()
+        self._has_left(layer)
+
+    @staticmethod
+    def _has_left(layer: _Layer) -> None:
         layer.is_here = False
         layer.traffic.count(-layer.num_bytes)
+
+    def _finish(self, index: int) -> None:
+        """Waits for a layer's copies."""
+        if (copies := self._layers[index].copies) is not None:
+            copies.finish()
 
     @property
     def _is_checked(self) -> bool:
@@ -373,38 +342,28 @@ class WaitingWeights:
         layer = self._layers.get(index)
         return layer.num_bytes if layer is not None else 0
 
-    def begin_update(self, index: int, traffic: Traffic) -> Arrival | None:
-        """Starts to bring a layer's weights for its update.
+    def begin_update(self, index: int, traffic: Traffic) -> list[Copies]:
+        """Starts to bring a layer's weights for its update; returns the copies, if they wait.
 
         Args:
             index: the layer's.
             traffic: counts them until they have left again.
-
-        Returns:
-            the copy in progress; ``None`` if they do not wait.
         """
         layer = self._layers.get(index)
         if layer is None:
-            return None
+            return []
         self._leave(index)
         self._begin_to_come(index, traffic)
-        assert layer.ticket is not None
-        return Arrival(layer.ticket, partial(self._finish_to_come, index))
+        assert layer.copies is not None
+        return [layer.copies]
 
-    def end_update(self, index: int) -> Arrival | None:
-        """Starts to copy a layer's weights to the host after its update."""
+    def end_update(self, index: int) -> list[Copies]:
+        """Starts to copy a layer's weights to the host after its update; returns the copies."""
         layer = self._layers.get(index)
         if layer is None or not layer.is_here:
-            return None
-        self._finish_to_come(index)
+            return []
+        self._finish(index)
         self.traffic.moved_bytes += layer.num_bytes
-        ticket = self._copier.out(_each(Weight.copy_to_host, layer.weights), nothing)
-        return Arrival(ticket, partial(self._left, layer))
-
-
-def _each(what: Callable[[Weight], None], weights: Sequence[Weight]) -> Callable[[], None]:
-    def work() -> None:
-        for weight in weights:
-            what(weight)
-
-    return work
+        parts = [(weight.copy_to_host, weight.leave) for weight in layer.weights]
+        layer.copies = Copies(self._copier.out, parts, partial(self._has_left, layer))
+        return [layer.copies]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.offload.host_copies import is_dense, layout_of
+from lightning_pipeshift.runtime.offload.host_copies import is_dense
 
 SAMPLED: Final = 32
 """Into how many parts a weight is divided for comparisons that take next to no time."""
@@ -155,11 +155,6 @@ def _sampled(tensor: Tensor, begin: int) -> list[Tensor]:
 def _bytes_of(tensor: Tensor) -> Tensor:
     vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
-
-
-def is_at(parameter: Tensor, memory: Tensor) -> bool:
-    """Whether a parameter's memory is this one."""
-    return layout_of(parameter) == layout_of(memory) and parameter.data_ptr() == memory.data_ptr()
 
 
 def is_alone(parameter: Tensor) -> bool:
