@@ -118,7 +118,7 @@ class HostCopies:
     @property
     def num_bytes(self) -> int:
         """The bytes in host memory."""
-        living_bytes = sum(home.nbytes for home in self._homes.values())
+        living_bytes: int = sum(home.nbytes for home in self._homes.values())
         # Any thread may have dropped a tensor at any time: this counts what is left.
         self._pool.unclaim(self._claimed_bytes - living_bytes)
         self._claimed_bytes = living_bytes

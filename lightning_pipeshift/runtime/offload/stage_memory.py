@@ -225,8 +225,8 @@ class StageMemory:
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}
         for swap in swaps:
             if swap.layer in own:
-                ways = self._ways(swap, host, spare)
-                places.update({(swap.layer, number): ways for number in swap.tensors})
+                target = self._target(swap, host)
+                places.update({(swap.layer, number): (target,) for number in swap.tensors})
         self.store.follow(
             StagePolicy(
                 budget,
@@ -294,28 +294,22 @@ class StageMemory:
         moved = plan.optimizer_on_host_of(vm) & own.keys()
         self._states.follow(optimizers, own, moved, state_bytes, self._names)
 
-    def _ways(
-        self, swap: Swap, host: OffloadTarget, spare: OffloadTarget | None
-    ) -> tuple[OffloadTarget, ...]:
-        """The offload targets for a swap's tensors, in order: each is used if those before it are
-        full.
-        """
+    def _target(self, swap: Swap, host: OffloadTarget) -> OffloadTarget:
+        """The offload target for a swap's tensors."""
         if not swap.stages:
-            return (host,)
+            return host
         for stage in swap.stages:
             if stage not in self._borrowers:
                 self._borrowers[stage] = Borrower(
                     stage,
                     self._channels.swaps,
-                    float("inf"),
                     self._fail_beside,
                     self._channels.device,
                     self._address,
                     self._say,
                 )
         borrowers = {stage: self._borrowers[stage] for stage in swap.stages}
-        remote = RemoteTarget(borrowers, swap.shares, self._codec)
-        return (remote,) if spare is None else (remote, spare)
+        return RemoteTarget(borrowers, swap.shares, self._codec)
 
     def figures(self) -> dict[str, float]:
         """Statistics of the store, for users and tests."""
@@ -341,7 +335,7 @@ class StageMemory:
         """Called at the end of the run: frees the memory, and ends the offloading between
         stages.
         """
-        self.weights.close()
+        self.weights.leave_all()
         self._states.close()
         for borrower in self._borrowers.values():
             borrower.close()

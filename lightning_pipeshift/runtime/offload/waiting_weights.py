@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -44,7 +44,6 @@ class _Layer:
     Args:
         name: of the layer.
         weights: its parameters.
-        num_bytes: of them.
         copies: the last ones to the device or to the host.
         is_here: whether they are on the device, or on their way there.
         traffic: counts them as long as they are.
@@ -53,14 +52,20 @@ class _Layer:
 
     name: str
     weights: list[Weight]
-    num_bytes: int = field(init=False)
     copies: Copies | None = None
     is_here: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     num_runs: int = 0
 
-    def __post_init__(self) -> None:
-        self.num_bytes = sum(weight.host.nbytes for weight in self.weights)
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of its weights."""
+        return sum(weight.host.nbytes for weight in self.weights)
+
+    def finish(self) -> None:
+        """Waits for its copies."""
+        if self.copies is not None:
+            self.copies.finish()
 
 
 class WaitingWeights:
@@ -122,7 +127,7 @@ class WaitingWeights:
         self.leave_all()
         self.window_bytes = window_bytes
         held = {id(p) for layer in own.values() for p in layer}
-        before = {id(w.parameter): w for layer in self._layers.values() for w in layer.weights}
+        before = {id(weight.parameter): weight for weight in self._weights}
         self._layers, self._next = {}, {}
         for index in sorted(set(moved) & own.keys()):
             weights = []
@@ -153,10 +158,6 @@ class WaitingWeights:
         self._copier.finish()
         self.traffic.moved_bytes += sum(weight.host.nbytes for weight in weights)
 
-    def close(self) -> None:
-        """Called at the end of the run; what is in host memory remains there."""
-        self.leave_all()
-
     # --- a step ---
 
     @contextmanager
@@ -173,9 +174,8 @@ class WaitingWeights:
             self._keep_for_aliases()
         except BaseException:
             # Who catches it may write to weights that are still on the device.
-            for layer in self._layers.values():
-                for weight in layer.weights:
-                    weight.is_of_step = False
+            for weight in self._weights:
+                weight.is_of_step = False
             raise
         finally:
             self._is_in_step = False
@@ -232,11 +232,11 @@ class WaitingWeights:
         self._before, self._current = self._current, index
         wanted = self._wanted()
         for other, layer in self._layers.items():
-            if layer.is_here and other not in wanted and not layer.num_runs:
-                self._leave(other)
+            if other not in wanted and not layer.num_runs:
+                self._leave(layer)
         for other in wanted:
-            self._begin_to_come(other, self.traffic)
-        self._finish(index)
+            self._begin_to_come(self._layers[other], self.traffic)
+        self._layers[index].finish()
 
     def _wanted(self) -> list[int]:
         """The layers that are to be on the device: the current one, and those that are expected
@@ -258,8 +258,7 @@ class WaitingWeights:
 
     # --- there and back ---
 
-    def _begin_to_come(self, index: int, traffic: Traffic) -> None:
-        layer = self._layers[index]
+    def _begin_to_come(self, layer: _Layer, traffic: Traffic) -> None:
         if layer.is_here:
             return
         layer.is_here = True
@@ -272,16 +271,15 @@ class WaitingWeights:
 
     def leave_all(self) -> None:
         """Frees the device's memory of all weights."""
-        for index in self._layers:
-            self._leave(index)
+        for layer in self._layers.values():
+            self._leave(layer)
         self._before = self._current = -1
         if not self._is_in_step:
             self._keep_for_aliases()
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, layer: _Layer) -> None:
         """Frees a layer's memory on the device. Only what has been written to is copied first."""
-        layer = self._layers[index]
-        self._finish(index)
+        layer.finish()
         if not layer.is_here:
             return
         changed = [weight for weight in layer.weights if not weight.is_unchanged]
@@ -298,33 +296,24 @@ class WaitingWeights:
         layer.is_here = False
         layer.traffic.count(-layer.num_bytes)
 
-    def _finish(self, index: int) -> None:
-        """Waits for a layer's copies."""
-        if (copies := self._layers[index].copies) is not None:
-            copies.finish()
-
     @property
-    def _is_checked(self) -> bool:
-        return self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
+    def _weights(self) -> Iterator[Weight]:
+        return (weight for layer in self._layers.values() for weight in layer.weights)
 
     def _keep_for_aliases(self) -> None:
         """Called when no backward is to come."""
-        for layer in self._layers.values():
-            for weight in layer.weights:
-                weight.keep_for_aliases()
+        for weight in self._weights:
+            weight.keep_for_aliases()
 
     def _check(self, layer: _Layer, changed: Collection[Weight]) -> None:
         self._num_checks += 1
+        is_whole = self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
         for weight in layer.weights:
-            if weight in changed:
+            # On a GPU the compute would wait for each comparison.
+            is_checked = is_whole or weight.device.device.type == "cpu"
+            if not is_checked or weight in changed:
                 continue
-            if self._is_checked:
-                is_equal = weight.is_equal
-            else:
-                # On a GPU the compute would wait for each comparison.
-                is_there = weight.device.device.type != "cpu"
-                is_equal = is_there or weight.looks_equal(self._num_checks)
-            if not is_equal:
+            if not weight.is_equal(None if is_whole else self._num_checks):
                 raise LayerError(
                     f"A weight of shape {tuple(weight.parameter.shape)} of the layer"
                     f" {layer.name!r} was written to in its forward or backward, through its"
@@ -352,8 +341,8 @@ class WaitingWeights:
         layer = self._layers.get(index)
         if layer is None:
             return []
-        self._leave(index)
-        self._begin_to_come(index, traffic)
+        self._leave(layer)
+        self._begin_to_come(layer, traffic)
         assert layer.copies is not None
         return [layer.copies]
 
@@ -362,7 +351,7 @@ class WaitingWeights:
         layer = self._layers.get(index)
         if layer is None or not layer.is_here:
             return []
-        self._finish(index)
+        layer.finish()
         self.traffic.moved_bytes += layer.num_bytes
         parts = [(weight.copy_to_host, weight.leave) for weight in layer.weights]
         layer.copies = Copies(self._copier.out, parts, partial(self._has_left, layer))

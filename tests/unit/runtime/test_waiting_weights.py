@@ -153,10 +153,10 @@ def test_the_next_layers_are_prefetched_in_the_order_of_the_last_step() -> None:
     order: list[int] = []
     begin = model.weights._begin_to_come
 
-    def noted(index: int, traffic: Any) -> None:
-        if not model.weights._layers[index].is_here:
-            order.append(index)
-        begin(index, traffic)
+    def noted(layer: Any, traffic: Any) -> None:
+        if not layer.is_here:
+            order.append(int(layer.name))
+        begin(layer, traffic)
 
     model.weights._begin_to_come = noted  # type: ignore[method-assign]
     model.step(1)
@@ -303,7 +303,7 @@ def test_a_plan_may_change_and_memory_that_others_use_stays() -> None:
     assert model.is_like(plain)
     assert torch.equal(alias, plain.layers[3].weight)
     assert torch.equal(torch.from_numpy(array), plain.layers[4].weight)
-    model.weights.close()
+    model.weights.leave_all()
     assert model.is_like(plain)
 
 
