@@ -9,28 +9,21 @@ need them, as soon as memory is free.
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.runtime.offload.copying import nothing
-from lightning_pipeshift.runtime.offload.host_copies import Traffic
-from lightning_pipeshift.runtime.offload.saved_blocks import Block, Move
-from lightning_pipeshift.runtime.offload.step_position import StepPosition
+from lightning_pipeshift.runtime.offload.expected_saves import ExpectedSaves
+from lightning_pipeshift.runtime.offload.saved_blocks import Block, BlockMover
 from lightning_pipeshift.runtime.offload.targets import OffloadTarget
-from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.timeline.recording import What
 
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
@@ -69,7 +62,7 @@ class StagePolicy:
     device_bytes: float | None = None
 
 
-class ActivationStore:
+class ActivationStore(BlockMover):
     """One stage's store.
 
     Args:
@@ -78,23 +71,16 @@ class ActivationStore:
     """
 
     def __init__(self, orders: StagePolicy, say: Callable[[str], None] = lambda _: None) -> None:
-        self.traffic = Traffic()
-        self.recorder: Watcher | None = None
-        """Takes notes of tensors that leave and come back."""
+        super().__init__(self.advance, self._layer_name)
         self._orders = orders
         self._say = say
-        self.lock: AbstractContextManager[Any] = threading.RLock()
         # The part of the traffic's bytes on the device that this stage keeps for other stages.
         self._lent_bytes = 0
         # Bytes reserved for the tensors that the current layer is about to save.
         self._promised_bytes = 0
         # Bytes that a thread waits for: no block may be fetched into that memory.
         self._awaited_bytes = 0
-        # The bytes that each layer saves: measured, or else expected by the plan.
-        self._expected = ChainMap[int, int]({}, dict(orders.expected_bytes))
         self._blocks: dict[int, list[Block]] = {}
-        self._leaving: deque[Move] = deque()
-        self._coming: deque[Move] = deque()
         # What has been saved since the last layer: blocks with their layer and number, or with
         # those of another tensor that shares a block's memory.
         self._new: list[tuple[Block, tuple[int, int]]] = []
@@ -106,19 +92,18 @@ class ActivationStore:
         self._in_backward: int | None = None
         self._lowest_layer = math.inf
         self._spent_bytes = 0
-        self._position = StepPosition()
-        # The most that a forward has saved so far.
-        self._forward_bytes = 0
+        self._expected = ExpectedSaves()
         self._has_said = False
         self._begun = 0.0
         # The longest action so far.
         self._longest_seconds = 0.0
+        self.follow(orders)
 
     def follow(self, orders: StagePolicy) -> None:
         """Applies the settings of another plan to what is saved from now on."""
         with self.lock:
             self._orders = orders
-            self._expected.maps[1] = dict(orders.expected_bytes)
+            self._expected.follow(orders.expected_bytes)
 
     @property
     def device_bytes(self) -> float | None:
@@ -144,12 +129,12 @@ class ActivationStore:
         those of the next rows, until the backwards of all microbatches in flight after it.
         """
         with self.lock:
-            self._position.begin_step(row)
+            self._expected.begin_step(row)
 
     def begin_action(self, place: int, action: Action) -> None:
         """Called when the stage starts an action, given the action's index in its row."""
         with self.lock:
-            self._position.begin_action(place)
+            self._expected.begin_action(place)
             # Blocks that a backward has recomputed are not offloaded.
             self._new.clear()
             self._begun = time.monotonic()
@@ -171,12 +156,8 @@ class ActivationStore:
             if action.kind is Kind.FORWARD:
                 # Blocks saved by code after the last layer.
                 self._send_new()
-                saved = sum(
-                    block.num_bytes
-                    for block in self._blocks.get(action.microbatch, ())
-                    if not block.is_gone
-                )
-                self._forward_bytes = max(self._forward_bytes, saved)
+                blocks = self._blocks.get(action.microbatch, ())
+                self._expected.end_forward(sum(b.num_bytes for b in blocks if not b.is_gone))
             elif action.kind is Kind.BACKWARD:
                 self._blocks.pop(action.microbatch, None)
         self.advance()
@@ -186,8 +167,8 @@ class ActivationStore:
     def before_layer(self, layer: int) -> None:
         """Called before a layer runs: reserves memory for the tensors it saves."""
         with self.lock:
-            self._position.layer = layer
-        self.make_room(self._expected.get(layer, 0), layer)
+            expected_bytes = self._expected.begin_layer(layer)
+        self.make_room(expected_bytes, layer)
 
     def after_layer(self, layer: int) -> None:
         """Called after a layer has run: starts to offload the tensors it saved, as planned."""
@@ -198,8 +179,7 @@ class ActivationStore:
                 for block, name in self._new
                 if name == (block.layer, block.number) and block.number < FRONT
             )
-            # A measured size replaces an estimated one.
-            self._expected[layer] = max(self._expected.maps[0].get(layer, 0), saved)
+            self._expected.end_layer(layer, saved)
             self._send_new()
         self.make_room(0, layer)
         self.advance()
@@ -214,9 +194,10 @@ class ActivationStore:
             if not self._sent(block, places) and not self._has_said:
                 self._has_said = True
                 self._say(
-                    f"{self._orders.where} keeps tensors of layer {self._name(block.layer)!r} "
-                    "that were to be offloaded: there is no free memory at their targets. Raise "
-                    "`host_budget`, or the budget of the stages with free memory."
+                    f"{self._orders.where} keeps tensors of layer"
+                    f" {self._layer_name(block.layer)!r} that were to be offloaded: there is no"
+                    " free memory at their targets. Raise `host_budget`, or the budget of the"
+                    " stages with free memory."
                 )
 
     def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> Block:
@@ -282,7 +263,7 @@ class ActivationStore:
             self._promised_bytes = 0
             if self._in_backward is not None:
                 self._come_to(layer)
-        who = f"the layer {self._name(layer)!r}"
+        who = f"the layer {self._layer_name(layer)!r}"
         self._take_room(num_bytes, who, layer, partial(self._promise, num_bytes))
 
     def _promise(self, num_bytes: int) -> None:
@@ -330,10 +311,9 @@ class ActivationStore:
                     if lacking <= 0:
                         raise self._error(num_bytes, lacking + spent, who)
                     begun = begun or time.perf_counter()
-                    move = _first(self._leaving)
-                    if move is None and self._evict(lacking, layer, is_urgent):
-                        move = _first(self._leaving)
-                    move = move or _first(self._coming)
+                    if not self._is_any_leaving:
+                        self._evict(lacking, layer, is_urgent)
+                    move = self._first_move()
                     if move is None and self._dropped:
                         continue
                     if move is None:
@@ -355,7 +335,7 @@ class ActivationStore:
         with self.lock:
             self._settle()
             for microbatch in sorted(self._blocks):
-                reserve = self._reserve(microbatch)
+                reserve = self._expected.bytes_before_backward(microbatch)
                 if reserve is None:
                     return
                 away = [block for block in self._blocks[microbatch] if block.is_away]
@@ -378,7 +358,7 @@ class ActivationStore:
                     self.advance()
                 return
         begun = time.perf_counter()
-        who = f"a tensor of the layer {self._name(block.layer)!r} that is needed again"
+        who = f"a tensor of the layer {self._layer_name(block.layer)!r} that is needed again"
         back = partial(self._call_back, block)
         self._take_room(block.num_bytes, who, block.layer, back, block=block)
         with self.lock:
@@ -399,70 +379,13 @@ class ActivationStore:
         self._lowest_layer, self._spent_bytes = layer, 0
         return True
 
-    def _sent(self, block: Block, places: Iterable[OffloadTarget]) -> bool:
-        memory = block.memory()
-        if memory is None:
-            return False
-        move = Move(block, self._now())
-        done = partial(self._end_meanwhile, move)
-        for place in places:
-            offloaded = place.put(memory, done)
-            if offloaded is not None:
-                self.traffic.moved_bytes += block.num_bytes
-                block.offloaded, block.move, move.ticket = offloaded, move, offloaded.leaving
-                self._leaving.append(move)
-                return True
-        return False
-
-    def _call_back(self, block: Block) -> None:
-        assert block.offloaded is not None
-        block.has_come = True
-        self.traffic.count(block.num_bytes)
-        size = block.num_bytes // block.dtype.itemsize
-        buffer = torch.empty(size, dtype=block.dtype, device=block.device)
-        block.move = move = Move(block, self._now(), buffer)
-        move.ticket = block.offloaded.fetch(buffer, nothing)
-        self._coming.append(move)
-
-    def _end(self, move: Move) -> None:
-        """Called when a copy is complete: by the thread that has made it, or has waited for it."""
-        with self.lock:
-            if not move.is_wanted:
-                return
-            block, way = move.block, "out" if move.buffer is None else "back"
-            block.move = None
-            if move.buffer is None:
-                block.leave()
-                self.traffic.count(-block.num_bytes)
-            else:
-                block.come_back(move.buffer)
-                block.end_offload()
-                move.buffer = None
-            if self.recorder is not None and move.since:
-                name = f"{way} {self._name(block.layer)} {block.number} of microbatch"
-                name, now = f"{name} {block.microbatch}", time.perf_counter()
-                self.recorder.add(What.SWAP, name, move.since, now, num_bytes=block.num_bytes)
-
-    def _end_meanwhile(self, move: Move) -> None:
-        """Called by the thread that has copied the block."""
-        self._end(move)
-        # The compute thread may be waiting, so this thread uses the freed memory.
-        self.advance()
-
-    def _now(self) -> float:
-        return time.perf_counter() if self.recorder is not None else 0.0
-
-    def _let_stay(self, block: Block) -> None:
-        if block.move is not None and block.move.buffer is None:
-            block.end_offload()
-
-    def _evict(self, lacking: int, layer: int | None, is_urgent: bool) -> bool:
+    def _evict(self, lacking: int, layer: int | None, is_urgent: bool) -> None:
         """Starts to evict blocks that the plan keeps here, or that were prefetched early; blocks
         that are needed last are evicted first. For the arguments see :meth:`_take_room`.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
         here = [b for blocks in self._blocks.values() for b in blocks if b.is_here]
-        current = self._position.action
+        current = self._expected.action
         # A backward that still waits for its gradient has used none of its blocks.
         is_waiting = self._in_backward is not None and self._lowest_layer == math.inf
         freed = 0
@@ -482,51 +405,25 @@ class ActivationStore:
             freed += block.num_bytes
             if freed >= lacking:
                 break
-        return freed > 0
 
     def _is_soon(self, block: Block) -> bool:
         """Whether prefetching this block leaves no more than two layers' prefetched tensors
         unused.
         """
-        back = sum(
-            other.num_bytes
-            for blocks in self._blocks.values()
-            for other in blocks
-            if other.has_come and not other.is_gone
-        )
-        return back + block.num_bytes <= 2 * max(self._expected.values(), default=0)
-
-    def _reserve(self, microbatch: int) -> int | None:
-        """Returns the bytes to leave free for forwards that run before a microbatch's backward;
-        ``None`` if it is too early to prefetch its blocks.
-        """
-        coming, current = self._position.num_forwards_before(microbatch), self._position.action
-        if not coming or current is None:
-            return 0
-        if coming > 1 or current == Action(Kind.FORWARD, microbatch):
-            return None
-        if current.kind is Kind.FORWARD:
-            # The forward has started. Blocks of its earlier layers are already counted, and memory
-            # for the current layer is reserved.
-            begun = self._position.layer
-            return sum(size for layer, size in self._expected.items() if layer > begun)
-        return self._forward_bytes
+        others = [other for blocks in self._blocks.values() for other in blocks]
+        back = sum(other.num_bytes for other in others if other.has_come and not other.is_gone)
+        return back + block.num_bytes <= 2 * self._expected.largest_layer_bytes
 
     # --- the table ---
 
     def _settle(self) -> None:
         """Updates the table for copies that are complete and blocks that were dropped."""
         self._bury()
-        # In each direction they end in their order.
-        for moves in (self._leaving, self._coming):
-            while moves and not (moves[0].is_wanted and not moves[0].ticket.is_done()):
-                self._end(moves.popleft())
+        self._end_moves()
 
     def _bury(self) -> None:
         while self._dropped:
             block = self._dropped.popleft()
-            if block.is_gone:
-                continue
             block.is_gone = True
             if not block.is_away:
                 self.traffic.count(-block.num_bytes)
@@ -534,7 +431,7 @@ class ActivationStore:
                     self._spent_bytes += block.num_bytes
             block.end_offload()
 
-    def _name(self, layer: int) -> str:
+    def _layer_name(self, layer: int) -> str:
         names = self._orders.names
         return names[layer] if layer < len(names) else str(layer)
 
@@ -548,7 +445,3 @@ class ActivationStore:
             f"{_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would "
             "smaller microbatches, or more host memory (`host_budget`)."
         )
-
-
-def _first(moves: Iterable[Move]) -> Move | None:
-    return next((move for move in moves if move.is_wanted), None)

@@ -40,8 +40,6 @@ from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
 # announcements of blocks.
 _THERE, _BACK, _ANSWERS = 1, 2, 3
 
-_CPU = torch.device("cpu")
-
 _NOT_SENT: Final = -1
 """Stands for the number of a buffer, of a part that was forgotten before it was sent."""
 
@@ -199,7 +197,7 @@ class Borrower:
         stage: int,
         lanes: Callable[[int, bool], Lane],
         on_error: Callable[[BaseException], None],
-        device: torch.device = _CPU,
+        device: torch.device,
         address: Address | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -237,16 +235,12 @@ class Borrower:
         """Announces a block; returns the number of the buffer to copy it to, or ``None`` if it is
         to be sent.
         """
-        lane = self._lanes(_THERE, False)
-        lane.send_object(_Put(key, num_bytes, self._address, self._num_asked), self.stage)
-        lane.settle()
+        self._tell(_THERE, _Put(key, num_bytes, self._address, self._num_asked))
         if self._address is None:
             return None
         opening: Opening | str | None = self._lanes(_ANSWERS, False).receive_object(self.stage)
         if not isinstance(opening, Opening):
-            self._address = None
-            if opening is not None:
-                self._say_why(opening)
+            self._send_all(opening)
             return None
         for number in opening.gone:
             self._opened.pop(number, None)
@@ -254,20 +248,28 @@ class Borrower:
             try:
                 self._opened[opening.number] = opened(opening.handle, self.device)
             except (OSError, RuntimeError) as error:
-                self._address = None
-                self._say_why(error)
+                self._send_all(error)
                 # The lender has a buffer for the block already, and finds it by the key.
                 return self._number(key, num_bytes)
         return opening.number
 
-    def _say_why(self, reason: object) -> None:
-        self._say(
-            f"memory of stage {self.stage} cannot be written to directly ({reason}), so blocks "
-            "swapped there are sent over the network."
-        )
+    def _send_all(self, reason: object) -> None:
+        """Sends every block from now on, and says why, if there is a reason."""
+        self._address = None
+        if reason is not None:
+            self._say(
+                f"memory of stage {self.stage} cannot be written to directly ({reason}), so blocks "
+                "swapped there are sent over the network."
+            )
 
     def take(self, key: Key, number: int | None, block: Tensor) -> None:
-        """Fetches a part back; called in the thread :attr:`back`, with the result of :meth:`send`."""
+        """Fetches a part back; called in the thread :attr:`back`.
+
+        Args:
+            key: the part's.
+            number: the result of :meth:`send`.
+            block: where to.
+        """
         if number is not None:
             copy(block, self._opened[number], self.device)
             self.ask(key, is_wanted=False)
@@ -284,8 +286,12 @@ class Borrower:
         """
         # First: a block that is announced now may need the memory.
         self._num_asked += 1
-        lane = self._lanes(_BACK, True)
-        lane.send_object((key, is_wanted), self.stage)
+        return self._tell(_BACK, (key, is_wanted))
+
+    def _tell(self, number: int, message: Any) -> Lane:
+        """Sends a message on a lane to the lender; returns the lane."""
+        lane = self._lanes(number, number == _BACK)
+        lane.send_object(message, self.stage)
         lane.settle()
         return lane
 
@@ -295,15 +301,10 @@ class Borrower:
         self.there.close()
 
     def _leave(self) -> None:
-        self._say_goodbye(_THERE)
+        self._tell(_THERE, None)
         # All requests for the other lane have been submitted only now.
-        self.back.submit(partial(self._say_goodbye, _BACK))
+        self.back.submit(partial(self._tell, _BACK, None))
         self.back.close()
-
-    def _say_goodbye(self, number: int) -> None:
-        lane = self._lanes(number, number == _BACK)
-        lane.send_object(None, self.stage)
-        lane.settle()
 
 
 class _Together:
@@ -432,8 +433,15 @@ class _RemoteBlock:
         return _Together(self._each(whole, lambda to: to.back, take, finish))
 
     def _decode(self, whole: Tensor, memory: Tensor) -> None:
+        begin = 0
+
+        def read(part: Tensor) -> None:
+            nonlocal begin
+            part.copy_(whole[begin : begin + part.numel()])
+            begin += part.numel()
+
         with torch.no_grad():
-            self._coding.decode(memory, _reader(whole))
+            self._coding.decode(memory, read)
         record_event(memory.device).synchronize()
 
     def forget(self) -> None:
@@ -448,15 +456,3 @@ def _free(part: _Part, sent: Future[Any]) -> None:
     """Called when a part that is not needed any more has been sent, or has failed."""
     if sent.exception() is None and sent.result() != _NOT_SENT:
         part.borrower.back.submit(partial(part.borrower.ask, part.key, is_wanted=False))
-
-
-def _reader(whole: Tensor) -> Callable[[Tensor], None]:
-    """Fills vectors with the bytes of another, from its beginning on."""
-    begin = 0
-
-    def read(part: Tensor) -> None:
-        nonlocal begin
-        part.copy_(whole[begin : begin + part.numel()])
-        begin += part.numel()
-
-    return read

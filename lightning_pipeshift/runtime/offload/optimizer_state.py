@@ -182,7 +182,10 @@ class OptimizerStates:
             )
         self._evict_all(optimizer)
         groups = [(group, group["params"]) for group in optimizer.param_groups]
-        waiting = deque(self._with_gradients([parameters for _, parameters in groups]))
+        present = {id(p) for _, parameters in groups for p in parameters if p.grad is not None}
+        waiting = deque(
+            layer for layer, own in self._layers.items() if any(id(p) in present for p in own)
+        )
         moved = {id(p) for layer in waiting for p in self._layers[layer]}
         try:
             self._prefetch(optimizer, waiting)
@@ -193,9 +196,9 @@ class OptimizerStates:
                 layer, copies, promised_bytes = self._coming.popleft()
                 for each in copies:
                     each.finish()
-                own = set(map(id, self._layers[layer]))
+                now = set(map(id, self._layers[layer]))
                 for group, parameters in groups:
-                    group["params"] = [p for p in parameters if id(p) in own]
+                    group["params"] = [p for p in parameters if id(p) in now]
                 before = self._device_bytes(optimizer, layer)
                 plain(**kwargs)
                 self._promised_bytes -= promised_bytes
@@ -212,15 +215,6 @@ class OptimizerStates:
             # What an error has left there is counted when it is evicted.
             self.traffic.device_bytes = self._promised_bytes = 0
         return result
-
-    def _with_gradients(self, groups: Sequence[Sequence[Tensor]]) -> list[int]:
-        """The layers with gradients of parameters in these groups, in their order."""
-        present = {id(p) for group in groups for p in group if p.grad is not None}
-        return [
-            layer
-            for layer, parameters in self._layers.items()
-            if any(id(p) in present for p in parameters)
-        ]
 
     # --- there and back ---
 

@@ -28,7 +28,7 @@ from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm import threads as threads_module
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, MemoryLink
 from lightning_pipeshift.runtime.comm.threads import InOrder
-from lightning_pipeshift.runtime.offload import activation_store, copying, lending, shared_memory
+from lightning_pipeshift.runtime.offload import copying, lending, saved_blocks, shared_memory
 from lightning_pipeshift.runtime.offload.copying import BufferPool
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
@@ -94,7 +94,7 @@ def world(order: Run, is_tied: bool = False) -> Iterator[World]:
 
     with pytest.MonkeyPatch.context() as patch, SimulatedDevice() as device:
         threads = OrderedThreads(order, device)
-        threads.replace_in(patch, lending, copying, activation_store, threads_module)
+        threads.replace_in(patch, lending, copying, saved_blocks, threads_module)
         threads.follow(patch, *FOLLOWED)
         patch.setattr(queue, "SimpleQueue", threads.queue)
         patch.setattr(shared_memory, "exported", lambda memory: (memory, record_event(GPU)))
