@@ -110,7 +110,8 @@ class Lender:
             if put is None:
                 break
             pool.is_shared = put.address is not None and put.address == self._address
-            buffer = self._held.get(put.key)
+            # A block that could not be opened is announced again.
+            buffer = self._held.pop(put.key, None)
             if buffer is None:
                 # Requests to free blocks, made before this announcement, arrive on another lane.
                 # Until they are carried out, more memory would be in use than was reserved.
@@ -122,7 +123,7 @@ class Lender:
                 with aside(self._device):
                     pool.claim(put.num_bytes)
                     buffer = pool.take(put.num_bytes)
-            if self._opened(put, buffer, stage):
+            if self._may_open(put, buffer, stage):
                 last = buffer
             elif buffer.device.type == "cpu":
                 lane.receive_into(buffer, stage)
@@ -135,7 +136,7 @@ class Lender:
                 self._changed.notify_all()
         pool.clear()
 
-    def _opened(self, put: _Put, buffer: Tensor, stage: int) -> bool:
+    def _may_open(self, put: _Put, buffer: Tensor, stage: int) -> bool:
         """Answers the announcement of a block, if its sender wants to copy it directly: tells how
         to open its buffer, or why that is impossible, or ``None`` if the two processes cannot share
         memory. Returns whether the sender may open it.
@@ -263,13 +264,7 @@ class Borrower:
             )
 
     def take(self, key: Key, number: int | None, block: Tensor) -> None:
-        """Fetches a part back; called in the thread :attr:`back`.
-
-        Args:
-            key: the part's.
-            number: the result of :meth:`send`.
-            block: where to.
-        """
+        """Fetches a part back, given the result of :meth:`send`, in the thread :attr:`back`."""
         if number is not None:
             copy(block, self._opened[number], self.device)
             self.ask(key, is_wanted=False)
@@ -297,14 +292,15 @@ class Borrower:
 
     def close(self) -> None:
         """Tells the other stage to stop serving this one."""
-        self.there.submit(self._leave)
-        self.there.close()
 
-    def _leave(self) -> None:
-        self._tell(_THERE, None)
-        # All requests for the other lane have been submitted only now.
-        self.back.submit(partial(self._tell, _BACK, None))
-        self.back.close()
+        def leave() -> None:
+            self._tell(_THERE, None)
+            # All requests for the other lane have been submitted only now.
+            self.back.submit(partial(self._tell, _BACK, None))
+            self.back.close()
+
+        self.there.submit(leave)
+        self.there.close()
 
 
 class _Together:
@@ -328,7 +324,8 @@ class _Together:
 
 
 class RemoteTarget:
-    """Ranks with free memory, each of which takes a part of every block.
+    """Ranks with free memory, each of which takes a part of every block. They wait until they have
+    the memory, which the plan has reserved.
 
     Args:
         borrowers: this stage's ends of the lanes to them.
@@ -352,9 +349,7 @@ class RemoteTarget:
         return [_Part(borrower, borrower.key(), size) for borrower, size in sizes]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock:
-        """See :class:`~lightning_pipeshift.runtime.offload.targets.OffloadTarget`. The ranks wait
-        until they have memory: the plan has reserved it.
-        """
+        """See :class:`~lightning_pipeshift.runtime.offload.targets.OffloadTarget`."""
         return _RemoteBlock(self, memory, done)
 
 

@@ -70,7 +70,7 @@ class OptimizerStates:
         self._expected: Mapping[int, int] = {}
         self._names: Sequence[str] = ()
         self._optimizers: list[Optimizer] = []
-        self._steps: list[tuple[Optimizer, Callable[..., Any], Any]] = []
+        self._undo_steps: list[Callable[[], None]] = []
         self._leaving: deque[list[Copies]] = deque()
         # The layers to come, each with its copies and the bytes of state that its update makes.
         self._coming: deque[tuple[int, list[Copies], int]] = deque()
@@ -120,14 +120,9 @@ class OptimizerStates:
 
     def close(self) -> None:
         """Called at the end of the run; what is in host memory remains there."""
-        for optimizer, mine, earlier in self._steps:
-            # A scheduler may have wrapped it since; without layers it does nothing of its own.
-            if vars(optimizer).get("step") is mine:
-                if earlier is None:
-                    del optimizer.step
-                else:
-                    optimizer.step = earlier  # type: ignore[method-assign]
-        self._steps = []
+        for undo in self._undo_steps:
+            undo()
+        self._undo_steps.clear()
         self._layers = {}
 
     # --- the optimizer ---
@@ -136,16 +131,22 @@ class OptimizerStates:
         """Makes an optimizer's steps those of :meth:`step`, before the first one: the plan may be
         made inside of it. Schedulers replace the method likewise, before or after.
         """
-        plain = optimizer.step
-        earlier = vars(optimizer).get("step")
+        plain, own = optimizer.step, vars(optimizer)
+        earlier = {name: value for name, value in own.items() if name == "step"}
 
         @wraps(getattr(plain, "__func__", plain))
         def step(it: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.step(it, plain, *args, **kwargs)
 
-        mine = MethodType(step, optimizer)
-        optimizer.step = mine  # type: ignore[method-assign]
-        self._steps.append((optimizer, mine, earlier))
+        own["step"] = mine = MethodType(step, optimizer)
+
+        def undo() -> None:
+            # A scheduler may have wrapped it since; without layers it does nothing of its own.
+            if own.get("step") is mine:
+                del own["step"]
+                own.update(earlier)
+
+        self._undo_steps.append(undo)
 
     def step(
         self, optimizer: Optimizer, plain: Callable[..., Any], closure: Any = None, **kwargs: Any
