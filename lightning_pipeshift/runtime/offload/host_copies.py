@@ -118,11 +118,14 @@ class HostCopies:
     @property
     def num_bytes(self) -> int:
         """The bytes in host memory."""
-        living_bytes: int = sum(home.nbytes for home in self._homes.values())
-        # Any thread may have dropped a tensor at any time: this counts what is left.
+        self.settle()
+        return self._claimed_bytes
+
+    def settle(self) -> None:
+        """Gives up the memory of tensors that are gone: any thread may drop one at any time."""
+        living_bytes = sum(home.nbytes for home in self._homes.values())
         self._pool.unclaim(self._claimed_bytes - living_bytes)
         self._claimed_bytes = living_bytes
-        return living_bytes
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is its own on the host."""
@@ -141,14 +144,16 @@ class HostCopies:
             return home
         if home is not None:
             self.forget(tensor)
-        before, pool = self.num_bytes, self._pool
+        pool = self._pool
         if not pool.claim(tensor.nbytes):
-            raise BudgetError(
-                f"The host has no memory for {ceil_bytes_text(tensor.nbytes)} more of {self._of}:"
-                f" {ceil_bytes_text(pool.limit_bytes)} are allowed for all that moves there. Raise"
-                " `host_budget`."
-            )
-        self._claimed_bytes = before + tensor.nbytes
+            self.settle()
+            if not pool.claim(tensor.nbytes):
+                raise BudgetError(
+                    f"The host has no memory for {ceil_bytes_text(tensor.nbytes)} more of"
+                    f" {self._of}: {ceil_bytes_text(pool.limit_bytes)} are allowed for all that"
+                    " moves there. Raise `host_budget`."
+                )
+        self._claimed_bytes += tensor.nbytes
         buffer = pool.take(tensor.nbytes).view(tensor.dtype)
         home = self._homes[tensor] = buffer.as_strided(tensor.shape, tensor.stride())
         return home

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -35,9 +36,8 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
 )
 from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
 
-# The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
-# returned blocks travel in opposite directions on the second. On the third, lenders answer
-# announcements of blocks.
+# The lanes of blocks: to the lenders; back, with requests for blocks in the opposite direction; and
+# of lenders' answers to announcements of blocks.
 _THERE, _BACK, _ANSWERS = 1, 2, 3
 
 _NOT_SENT: Final = -1
@@ -303,23 +303,19 @@ class Borrower:
         self.there.close()
 
 
+@dataclass(eq=False)
 class _Together:
-    """A ticket for work of several threads.
+    """A ticket for work of several threads: the futures of their calls."""
 
-    Args:
-        futures: of their calls.
-    """
-
-    def __init__(self, futures: Sequence[Future[Any]]) -> None:
-        self._futures = futures
+    futures: Sequence[Future[Any]]
 
     def is_done(self) -> bool:
         """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        return all(future.done() for future in self._futures)
+        return all(future.done() for future in self.futures)
 
     def wait(self) -> None:
         """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        for future in self._futures:
+        for future in self.futures:
             future.result()
 
 

@@ -285,6 +285,7 @@ class OptimizerStates:
         """Copies state to the host that has come in another way: that was loaded, or arrived with
         its layer.
         """
+        self.homes.settle()
         for layer in self._layers:
             self.traffic.count(self._device_bytes(optimizer, layer))
             self._evict(optimizer, layer)

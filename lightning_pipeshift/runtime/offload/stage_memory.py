@@ -148,7 +148,7 @@ class StageMemory:
         self._host.limit_bytes = on_host
         costs = (0.0, 0.0)
         if rate := self._bandwidth() if on_host else 0.0:
-            costs = copy_costs(self._channels.device, self._copier, self._to_host)
+            costs = copy_costs(self._channels.device, self._to_host)
             self._host.peak_bytes = 0
         self.memory = RankMemory(int(budget), int(on_host), rate, *costs)
         return self.memory

@@ -136,10 +136,14 @@ class WaitingWeights:
                 if known is None or not is_at(parameter, known.host):
                     if not may_wait(parameter) or not is_alone(parameter):
                         continue
-                    known = Weight(parameter, parameter.data, self._homes.memory_of(parameter))
+                    # Not by the parameter itself: who refers to it weakly keeps it from moving to
+                    # another stage.
+                    device = parameter.data
+                    known = Weight(parameter, device, self._homes.memory_of(device))
                     self._copy_out([known])
                     known.leave()
-                before.pop(id(parameter), None)
+                else:
+                    del before[id(parameter)]
                 weights.append(known)
             if weights:
                 name = names[index] if index < len(names) else str(index)
@@ -150,7 +154,8 @@ class WaitingWeights:
                 weight.begin_to_come(False)
                 weight.copy_to_device()
                 weight.come()
-            self._homes.forget(weight.parameter)
+            self._homes.forget(weight.device)
+        self._homes.settle()
 
     def _copy_out(self, weights: Sequence[Weight]) -> None:
         """Copies weights to the host, which may read them then."""

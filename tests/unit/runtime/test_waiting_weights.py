@@ -5,6 +5,7 @@ layers' weights on the device at a time, and true values for whoever reads or wr
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -305,6 +306,13 @@ def test_a_plan_may_change_and_memory_that_others_use_stays() -> None:
     assert torch.equal(torch.from_numpy(array), plain.layers[4].weight)
     model.weights.leave_all()
     assert model.is_like(plain)
+
+
+def test_nothing_refers_weakly_to_weights_that_wait() -> None:
+    """Torch would not swap them when their layer moves to another stage."""
+    model = Model(range(NUM_LAYERS))
+    model.step()
+    assert not any(map(weakref.getweakrefs, model.parameters))
 
 
 def test_other_data_of_another_shape_is_an_error() -> None:
