@@ -92,7 +92,7 @@ class _OnDevice(LiveBytes):
 
     def _called_back(self, call_back: Any, block: Any) -> None:
         call_back(block)
-        self.note([block.buffer])
+        self.note([block.move.buffer])
 
 
 def room_bytes(strategy: Any) -> int:

@@ -181,7 +181,7 @@ def lend_while_the_other_computes() -> Any:
         channels.receive_object(0)
         return torch.cuda.current_stream().query()
     said: list[str] = []
-    borrower = Borrower(1, channels.swaps, 1e12, errors.append, GPU, address_here(GPU), said.append)
+    borrower = Borrower(1, channels.swaps, errors.append, GPU, address_here(GPU), said.append)
     place = RemoteTarget({1: borrower})
     blocks = [torch.randn(1_000_000 + number, device=GPU) for number in range(6)]
     parcels = [place.put(block, nothing) for block in blocks]

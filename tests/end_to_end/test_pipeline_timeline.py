@@ -279,10 +279,9 @@ def swapping(folder: str) -> Any:
     begin_action = ActivationStore.begin_action
 
     def begin_when_all_have_left(self: ActivationStore, place: int, action: Action) -> None:
-        for block in list(self._leaving):
-            if block.offloaded is not None:
-                block.offloaded.leaving.wait()
-                self._has_left(block, block.num_sent)
+        for move in list(self._leaving):
+            move.ticket.wait()
+            self._end(move)
         begin_action(self, place, action)
 
     ActivationStore.begin_action = begin_when_all_have_left  # type: ignore[method-assign]

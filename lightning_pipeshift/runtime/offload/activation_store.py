@@ -8,28 +8,22 @@ need them, as soon as memory is free.
 
 from __future__ import annotations
 
-import enum
 import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.model.saved.saved_tensors import SavedBlock
-from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, place_in_forward
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.runtime.offload.copying import Ticket
-from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
-from lightning_pipeshift.runtime.recording.watcher import Watcher
-from lightning_pipeshift.timeline.recording import What
+from lightning_pipeshift.runtime.offload.expected_saves import ExpectedSaves
+from lightning_pipeshift.runtime.offload.saved_blocks import Block, BlockMover
+from lightning_pipeshift.runtime.offload.targets import OffloadTarget
 
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
@@ -39,68 +33,6 @@ or so many times this stage's longest action so far; and how often to check."""
 
 _MARGIN: Final = 1.1
 """The factor by which the recommended budget increase exceeds the missing bytes."""
-
-
-class _Is(enum.Enum):
-    HERE = enum.auto()
-    LEAVING = enum.auto()
-    AWAY = enum.auto()
-    COMING = enum.auto()
-
-
-class _Block(SavedBlock):
-    """A block in the table, and where it is."""
-
-    __slots__ = (
-        "buffer",
-        "coming",
-        "has_come",
-        "is_gone",
-        "num_sent",
-        "offloaded",
-        "since",
-        "state",
-    )
-
-    def __init__(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> None:
-        super().__init__(tensor, layer, number, microbatch)
-        self.state = _Is.HERE
-        self.num_sent = 0
-        """How often the block has been offloaded; an outdated copy is recognised by its lower
-        number."""
-        self.offloaded: OffloadedBlock | None = None
-        """The block at its target, or on its way from here or back."""
-        self.buffer: Tensor | None = None
-        """The buffer into which it is being fetched."""
-        self.coming: Ticket | None = None
-        self.has_come = False
-        """Whether the block was offloaded, and has been fetched back or is being fetched."""
-        self.is_gone = False
-        self.since = 0.0
-        """When it began to leave or to come back, if that is recorded."""
-
-    @property
-    def need(self) -> tuple[int, int, int]:
-        """A sort key for the order in which backwards need the blocks: the first microbatch first,
-        and in it the last layer first."""
-        return self.microbatch, -self.layer, -place_in_forward(self.number)
-
-
-@dataclass
-class Traffic:
-    """Statistics of a store.
-
-    Args:
-        peak_bytes: the peak of saved tensors in this device's memory.
-        moved_bytes: the sum of the bytes moved out, over all steps.
-        waited_seconds: how long the compute has waited for copies to finish.
-        num_evicted: how many blocks were evicted although the plan keeps them here.
-    """
-
-    peak_bytes: int = 0
-    moved_bytes: int = 0
-    waited_seconds: float = 0.0
-    num_evicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +62,7 @@ class StagePolicy:
     device_bytes: float | None = None
 
 
-class ActivationStore:
+class ActivationStore(BlockMover):
     """One stage's store.
 
     Args:
@@ -139,52 +71,39 @@ class ActivationStore:
     """
 
     def __init__(self, orders: StagePolicy, say: Callable[[str], None] = lambda _: None) -> None:
-        self.traffic = Traffic()
-        self.recorder: Watcher | None = None
-        """Takes notes of tensors that leave and come back."""
+        super().__init__(self.advance, self._layer_name)
         self._orders = orders
         self._say = say
-        self.lock: AbstractContextManager[Any] = threading.RLock()
-        self._here_bytes = 0
-        # Bytes that this stage keeps for other stages.
+        # The part of the traffic's bytes on the device that this stage keeps for other stages.
         self._lent_bytes = 0
         # Bytes reserved for the tensors that the current layer is about to save.
         self._promised_bytes = 0
         # Bytes that a thread waits for: no block may be fetched into that memory.
         self._awaited_bytes = 0
-        self._expected = dict(orders.expected_bytes)
-        self._measured: set[int] = set()
-        self._blocks: dict[int, list[_Block]] = {}
-        self._leaving: deque[_Block] = deque()
-        self._coming: list[_Block] = []
-        self._new: list[_Block] = []
-        # Blocks that have a second name, and that name.
-        self._also: list[tuple[_Block, tuple[int, int]]] = []
+        self._blocks: dict[int, list[Block]] = {}
+        # What has been saved since the last layer: blocks with their layer and number, or with
+        # those of another tensor that shares a block's memory.
+        self._new: list[tuple[Block, tuple[int, int]]] = []
         # Dropped blocks: any thread may drop one at any time, so this needs no lock.
-        self._dropped: deque[_Block] = deque()
+        self._dropped: deque[Block] = deque()
         # The microbatch whose backward runs, its lowest layer so far, and the bytes that it has
         # freed since it came to that layer. It may need them for what it computes: nothing comes
         # into that memory until the next layer.
         self._in_backward: int | None = None
         self._lowest_layer = math.inf
         self._spent_bytes = 0
-        self._row: Row = ()
-        self._position = 0
-        # The last layer that has started in the current action.
-        self._layer = -1
-        self._forwards: list[int] = []
-        self._backward_at: dict[int, int] = {}
-        self._forward_bytes = 0
+        self._expected = ExpectedSaves()
         self._has_said = False
         self._begun = 0.0
         # The longest action so far.
         self._longest_seconds = 0.0
+        self.follow(orders)
 
     def follow(self, orders: StagePolicy) -> None:
         """Applies the settings of another plan to what is saved from now on."""
         with self.lock:
             self._orders = orders
-            self._expected = {**orders.expected_bytes, **self._expected}
+            self._expected.follow(orders.expected_bytes)
 
     @property
     def device_bytes(self) -> float | None:
@@ -201,7 +120,7 @@ class ActivationStore:
         """The bytes of saved tensors in this device's memory, including those of other stages."""
         with self.lock:
             self._bury()
-            return self._here_bytes + self._lent_bytes
+            return self.traffic.device_bytes
 
     # --- a step ---
 
@@ -210,24 +129,14 @@ class ActivationStore:
         those of the next rows, until the backwards of all microbatches in flight after it.
         """
         with self.lock:
-            self._row = row
-            self._backward_at = {
-                action.microbatch: place
-                for place, action in enumerate(row)
-                if action.kind is Kind.BACKWARD
-            }
-            self._forwards = [0]
-            for action in row:
-                self._forwards.append(self._forwards[-1] + (action.kind is Kind.FORWARD))
-            self._position = 0
+            self._expected.begin_step(row)
 
     def begin_action(self, place: int, action: Action) -> None:
         """Called when the stage starts an action, given the action's index in its row."""
         with self.lock:
-            self._position, self._layer = place, -1
+            self._expected.begin_action(place)
             # Blocks that a backward has recomputed are not offloaded.
             self._new.clear()
-            self._also.clear()
             self._begun = time.monotonic()
             if action.kind is Kind.BACKWARD:
                 self._bury()
@@ -247,12 +156,8 @@ class ActivationStore:
             if action.kind is Kind.FORWARD:
                 # Blocks saved by code after the last layer.
                 self._send_new()
-                saved = sum(
-                    block.num_bytes
-                    for block in self._blocks.get(action.microbatch, ())
-                    if not block.is_gone
-                )
-                self._forward_bytes = max(self._forward_bytes, saved)
+                blocks = self._blocks.get(action.microbatch, ())
+                self._expected.end_forward(sum(b.num_bytes for b in blocks if not b.is_gone))
             elif action.kind is Kind.BACKWARD:
                 self._blocks.pop(action.microbatch, None)
         self.advance()
@@ -262,54 +167,55 @@ class ActivationStore:
     def before_layer(self, layer: int) -> None:
         """Called before a layer runs: reserves memory for the tensors it saves."""
         with self.lock:
-            self._layer = layer
-        self.make_room(self._expected.get(layer, 0), layer)
+            expected_bytes = self._expected.begin_layer(layer)
+        self.make_room(expected_bytes, layer)
 
     def after_layer(self, layer: int) -> None:
         """Called after a layer has run: starts to offload the tensors it saved, as planned."""
         with self.lock:
             self._promised_bytes = 0
-            saved = sum(block.num_bytes for block in self._new if block.number < FRONT)
-            # A measured size replaces an estimated one.
-            known = self._expected[layer] if layer in self._measured else 0
-            self._expected[layer] = max(known, saved)
-            self._measured.add(layer)
+            saved = sum(
+                block.num_bytes
+                for block, name in self._new
+                if name == (block.layer, block.number) and block.number < FRONT
+            )
+            self._expected.end_layer(layer, saved)
             self._send_new()
         self.make_room(0, layer)
         self.advance()
 
     def _send_new(self) -> None:
         """Starts to offload those of the newly saved blocks that the plan offloads."""
-        new = [(block, (block.layer, block.number)) for block in self._new] + self._also
-        self._new.clear()
-        self._also.clear()
+        new, self._new = self._new, []
         for block, name in new:
             places = self._orders.places.get(name)
-            is_here = block.state is _Is.HERE and block.is_in_use
-            if places and is_here and not self._sent(block, places) and not self._has_said:
+            if not places or not block.is_here or not block.is_in_use:
+                continue
+            if not self._sent(block, places) and not self._has_said:
                 self._has_said = True
                 self._say(
-                    f"{self._orders.where} keeps tensors of layer {self._name(block.layer)!r} "
-                    "that were to be offloaded: there is no free memory at their targets. Raise "
-                    "`host_budget`, or the budget of the stages with free memory."
+                    f"{self._orders.where} keeps tensors of layer"
+                    f" {self._layer_name(block.layer)!r} that were to be offloaded: there is no"
+                    " free memory at their targets. Raise `host_budget`, or the budget of the"
+                    " stages with free memory."
                 )
 
-    def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> _Block:
+    def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> Block:
         """Adds the memory of a tensor, which is on the device."""
         with self.lock:
             self._bury()
-            block = _Block(tensor, layer, number, microbatch)
+            block = Block(tensor, layer, number, microbatch)
             self._blocks.setdefault(microbatch, []).append(block)
-            self._new.append(block)
-            self._count(block.num_bytes)
+            self.also(block, layer, number)
+            self.traffic.count(block.num_bytes)
             self._promised_bytes = max(0, self._promised_bytes - block.num_bytes)
             return block
 
-    def also(self, block: _Block, layer: int, number: int) -> None:
+    def also(self, block: Block, layer: int, number: int) -> None:
         """Gives a block a second name: it is offloaded if the plan offloads either of the two."""
-        self._also.append((block, (layer, number)))
+        self._new.append((block, (layer, number)))
 
-    def drop(self, block: _Block) -> None:
+    def drop(self, block: Block) -> None:
         """Drops a block that is no longer needed."""
         self._dropped.append(block)
 
@@ -339,7 +245,7 @@ class ActivationStore:
 
     def _lend(self, num_bytes: int) -> None:
         self._lent_bytes += num_bytes
-        self._count(0)
+        self.traffic.count(num_bytes)
 
     # --- there and back ---
 
@@ -357,7 +263,7 @@ class ActivationStore:
             self._promised_bytes = 0
             if self._in_backward is not None:
                 self._come_to(layer)
-        who = f"the layer {self._name(layer)!r}"
+        who = f"the layer {self._layer_name(layer)!r}"
         self._take_room(num_bytes, who, layer, partial(self._promise, num_bytes))
 
     def _promise(self, num_bytes: int) -> None:
@@ -370,7 +276,7 @@ class ActivationStore:
         layer: int | None,
         take: Callable[[], None],
         is_urgent: bool = False,
-        block: _Block | None = None,
+        block: Block | None = None,
     ) -> None:
         """Takes ``num_bytes`` more of the budget as soon as they fit.
 
@@ -393,11 +299,11 @@ class ActivationStore:
             while True:
                 with self.lock:
                     self._settle()
-                    if block is not None and block.state is not _Is.AWAY:
-                        # Another thread has called it back meanwhile, so its bytes are counted.
+                    if block is not None and not block.is_away:
+                        # It has not left, or another thread has called it back: it is counted.
                         break
-                    lacking = self._here_bytes + self._lent_bytes + self._promised_bytes
-                    lacking += num_bytes - int(min(self._orders.budget_bytes, 1 << 62))
+                    lacking = self.traffic.device_bytes + self._promised_bytes + num_bytes
+                    lacking -= int(min(self._orders.budget_bytes, 1 << 62))
                     spent = self._spent_bytes if layer is None else 0
                     if lacking + spent <= 0:
                         take()
@@ -405,23 +311,15 @@ class ActivationStore:
                     if lacking <= 0:
                         raise self._error(num_bytes, lacking + spent, who)
                     begun = begun or time.perf_counter()
-                    if not self._first_leaving() and not self._evict(lacking, layer, is_urgent):
-                        coming = next((b for b in self._coming if b.state is _Is.COMING), None)
-                        if coming is None and self._dropped:
-                            continue
-                        if coming is None:
-                            raise self._error(num_bytes, lacking, who)
-                        moving, ticket, num_sent = coming, coming.coming, -1
-                    else:
-                        leaving = self._first_leaving()
-                        assert leaving is not None
-                        assert leaving.offloaded is not None
-                        moving, ticket = leaving, leaving.offloaded.leaving
-                        num_sent = leaving.num_sent
-                if ticket is not None:
-                    ticket.wait()
-                self._has_left(moving, num_sent)
-                self._has_come(moving, ticket)
+                    if not self._is_any_leaving:
+                        self._evict(lacking, layer, is_urgent)
+                    move = self._first_move()
+                    if move is None and self._dropped:
+                        continue
+                    if move is None:
+                        raise self._error(num_bytes, lacking, who)
+                move.ticket.wait()
+                self._end(move)
         finally:
             with self.lock:
                 self._awaited_bytes -= num_bytes
@@ -437,40 +335,37 @@ class ActivationStore:
         with self.lock:
             self._settle()
             for microbatch in sorted(self._blocks):
-                reserve = self._reserve(microbatch)
+                reserve = self._expected.bytes_before_backward(microbatch)
                 if reserve is None:
                     return
-                away = [b for b in self._blocks[microbatch] if b.state is _Is.AWAY]
+                away = [block for block in self._blocks[microbatch] if block.is_away]
                 for block in sorted(away, key=lambda block: block.need):
-                    held = self._here_bytes + self._lent_bytes
-                    held += reserve + self._promised_bytes + self._awaited_bytes
-                    held += self._spent_bytes
+                    held = self.traffic.device_bytes + self._promised_bytes
+                    held += reserve + self._awaited_bytes + self._spent_bytes
                     if held + block.num_bytes > self._orders.budget_bytes:
                         return
                     if not self._orders.fills_budget and not self._is_soon(block):
                         return
                     self._call_back(block)
 
-    def fetch(self, block: _Block) -> None:
+    def fetch(self, block: Block) -> None:
         """Fetches a block that is needed now; returns when it is on the device."""
         with self.lock:
             is_next = block.microbatch == self._in_backward and self._come_to(block.layer)
             self._let_stay(block)
-            if block.state is _Is.HERE:
+            if block.is_here:
                 if is_next:
                     self.advance()
                 return
-            is_away = block.state is _Is.AWAY
         begun = time.perf_counter()
-        if is_away:
-            who = f"a tensor of the layer {self._name(block.layer)!r} that is needed again"
-            back = partial(self._call_back, block)
-            self._take_room(block.num_bytes, who, block.layer, back, block=block)
+        who = f"a tensor of the layer {self._layer_name(block.layer)!r} that is needed again"
+        back = partial(self._call_back, block)
+        self._take_room(block.num_bytes, who, block.layer, back, block=block)
         with self.lock:
-            ticket = block.coming
-        if ticket is not None:
-            ticket.wait()
-        self._has_come(block, ticket)
+            move = block.move if block.move is not None and block.move.buffer is not None else None
+        if move is not None:
+            move.ticket.wait()
+            self._end(move)
         self.traffic.waited_seconds += time.perf_counter() - begun
         self.advance()
 
@@ -484,89 +379,13 @@ class ActivationStore:
         self._lowest_layer, self._spent_bytes = layer, 0
         return True
 
-    def _first_leaving(self) -> _Block | None:
-        return next((b for b in self._leaving if b.state is _Is.LEAVING and not b.is_gone), None)
-
-    def _sent(self, block: _Block, places: Iterable[OffloadTarget]) -> bool:
-        memory = block.memory()
-        if memory is None:
-            return False
-        block.num_sent += 1
-        self._note_begin(block)
-        done = partial(self._has_left_meanwhile, block, block.num_sent)
-        for place in places:
-            offloaded = place.put(memory, done)
-            if offloaded is not None:
-                self.traffic.moved_bytes += block.num_bytes
-                block.offloaded, block.state = offloaded, _Is.LEAVING
-                self._leaving.append(block)
-                return True
-        return False
-
-    def _has_left(self, block: _Block, num_sent: int) -> None:
-        with self.lock:
-            if block.state is not _Is.LEAVING or block.is_gone or block.num_sent != num_sent:
-                return
-            block.state = _Is.AWAY
-            block.leave()
-            self._note_end(block, "out")
-            self._here_bytes -= block.num_bytes
-
-    def _has_left_meanwhile(self, block: _Block, num_sent: int) -> None:
-        """Called by the thread that has copied the block."""
-        self._has_left(block, num_sent)
-        # The compute thread may be waiting, so this thread uses the freed memory.
-        self.advance()
-
-    def _call_back(self, block: _Block) -> None:
-        if block.offloaded is None or block.state is not _Is.AWAY:
-            return
-        block.state, block.has_come = _Is.COMING, True
-        self._note_begin(block)
-        self._count(block.num_bytes)
-        size = block.num_bytes // block.dtype.itemsize
-        block.buffer = torch.empty(size, dtype=block.dtype, device=block.device)
-        block.coming = block.offloaded.fetch(block.buffer, lambda: None)
-        self._coming.append(block)
-
-    def _has_come(self, block: _Block, ticket: Ticket | None) -> None:
-        with self.lock:
-            if block.state is not _Is.COMING or block.coming is not ticket:
-                return
-            assert block.buffer is not None
-            assert block.offloaded is not None
-            block.state = _Is.HERE
-            block.come_back(block.buffer)
-            self._note_end(block, "back")
-            block.offloaded.forget()
-            block.buffer = block.coming = block.offloaded = None
-
-    def _note_begin(self, block: _Block) -> None:
-        block.since = time.perf_counter() if self.recorder is not None else 0.0
-
-    def _note_end(self, block: _Block, way: str) -> None:
-        if self.recorder is not None and block.since:
-            name = f"{way} {self._name(block.layer)} {block.number} of microbatch"
-            self.recorder.add(
-                What.SWAP,
-                f"{name} {block.microbatch}",
-                block.since,
-                time.perf_counter(),
-                num_bytes=block.num_bytes,
-            )
-
-    def _let_stay(self, block: _Block) -> None:
-        if block.state is _Is.LEAVING and block.offloaded is not None:
-            block.offloaded.forget()
-            block.offloaded, block.state = None, _Is.HERE
-
-    def _evict(self, lacking: int, layer: int | None, is_urgent: bool) -> bool:
+    def _evict(self, lacking: int, layer: int | None, is_urgent: bool) -> None:
         """Starts to evict blocks that the plan keeps here, or that were prefetched early; blocks
         that are needed last are evicted first. For the arguments see :meth:`_take_room`.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
-        here = [b for blocks in self._blocks.values() for b in blocks if b.state is _Is.HERE]
-        current = self._row[self._position] if self._position < len(self._row) else None
+        here = [b for blocks in self._blocks.values() for b in blocks if b.is_here]
+        current = self._expected.action
         # A backward that still waits for its gradient has used none of its blocks.
         is_waiting = self._in_backward is not None and self._lowest_layer == math.inf
         freed = 0
@@ -586,89 +405,42 @@ class ActivationStore:
             freed += block.num_bytes
             if freed >= lacking:
                 break
-        return freed > 0
 
-    def _is_soon(self, block: _Block) -> bool:
+    def _is_soon(self, block: Block) -> bool:
         """Whether prefetching this block leaves no more than two layers' prefetched tensors
         unused.
         """
-        back = sum(
-            other.num_bytes
-            for blocks in self._blocks.values()
-            for other in blocks
-            if other.has_come and not other.is_gone
-        )
-        return back + block.num_bytes <= 2 * max(self._expected.values(), default=0)
-
-    def _reserve(self, microbatch: int) -> int | None:
-        """Returns the bytes to leave free for forwards that run before a microbatch's backward;
-        ``None`` if it is too early to prefetch its blocks.
-        """
-        at = self._backward_at.get(microbatch)
-        if at is None or at < self._position:
-            return 0
-        coming = self._forwards[at] - self._forwards[self._position]
-        current = self._row[self._position]
-        if coming > 1 or current == Action(Kind.FORWARD, microbatch):
-            return None
-        if coming and current.kind is Kind.FORWARD:
-            # The forward has started. Blocks of its earlier layers are already counted, and memory
-            # for the current layer is reserved.
-            return sum(size for layer, size in self._expected.items() if layer > self._layer)
-        return coming * self._forward_bytes
+        others = [other for blocks in self._blocks.values() for other in blocks]
+        back = sum(other.num_bytes for other in others if other.has_come and not other.is_gone)
+        return back + block.num_bytes <= 2 * self._expected.largest_layer_bytes
 
     # --- the table ---
-
-    def _count(self, num_bytes: int) -> None:
-        self._here_bytes += num_bytes
-        held = self._here_bytes + self._lent_bytes
-        self.traffic.peak_bytes = max(self.traffic.peak_bytes, held)
 
     def _settle(self) -> None:
         """Updates the table for copies that are complete and blocks that were dropped."""
         self._bury()
-        while self._leaving:
-            block = self._leaving[0]
-            if block.state is _Is.LEAVING and not block.is_gone:
-                assert block.offloaded is not None
-                if not block.offloaded.leaving.is_done():
-                    return
-                self._has_left(block, block.num_sent)
-            self._leaving.popleft()
-        for block in list(self._coming):
-            if block.state is not _Is.COMING or block.is_gone:
-                self._coming.remove(block)
-            elif block.coming is not None:
-                # Blocks come in this order: those behind it are on their way, too.
-                if not block.coming.is_done():
-                    break
-                self._coming.remove(block)
-                self._has_come(block, block.coming)
+        self._end_moves()
 
     def _bury(self) -> None:
         while self._dropped:
             block = self._dropped.popleft()
-            if block.is_gone:
-                continue
             block.is_gone = True
-            if block.state is not _Is.AWAY:
-                self._here_bytes -= block.num_bytes
+            if not block.is_away:
+                self.traffic.count(-block.num_bytes)
                 if block.microbatch == self._in_backward:
                     self._spent_bytes += block.num_bytes
-            if block.offloaded is not None:
-                block.offloaded.forget()
-            block.offloaded = block.buffer = block.coming = None
+            block.end_offload()
 
-    def _name(self, layer: int) -> str:
+    def _layer_name(self, layer: int) -> str:
         names = self._orders.names
         return names[layer] if layer < len(names) else str(layer)
 
     def _error(self, num_bytes: int, lacking: int, who: str) -> BudgetError:
-        budget = self._orders.budget_bytes
+        budget, here = self._orders.budget_bytes, self.traffic.device_bytes - self._lent_bytes
         return BudgetError(
             f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and "
-            f"{who} would exceed it by {lacking / 1e6:.1f} MB: {self._here_bytes / 1e6:.1f} MB "
-            f"are in use here, {self._lent_bytes / 1e6:.1f} MB for other stages, and "
+            f"{who} would exceed it by {lacking / 1e6:.1f} MB: {here / 1e6:.1f} MB are in use "
+            f"here, {self._lent_bytes / 1e6:.1f} MB for other stages, and "
             f"{num_bytes / 1e6:.1f} MB are to come. A budget that is "
             f"{_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would "
             "smaller microbatches, or more host memory (`host_budget`)."

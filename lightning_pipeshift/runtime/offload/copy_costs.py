@@ -18,32 +18,35 @@ from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import Copier, nothing
-from lightning_pipeshift.runtime.offload.targets import OffloadTarget
+from lightning_pipeshift.runtime.offload.copying import nothing
+from lightning_pipeshift.runtime.offload.targets import LocalTarget
 
 _TRIED_BYTES: Final = (1 << 12, 1 << 20)
 """The sizes of tensors: the smaller ones cost what each tensor does, whatever its size."""
 _NUM_TENSORS: Final = 12
-_ROUNDS: Final = 5
+_TRIES: Final = 6
 
 _ROW: Final = (*(Action(Kind.FORWARD, n) for n in range(3)), Action(Kind.BACKWARD, 0))
 """Of microbatch 0 nothing is prefetched before its backward."""
 
 
-def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tuple[float, float]:
+def copy_costs(device: torch.device, host: LocalTarget) -> tuple[float, float]:
     """The seconds that the compute lacks for each copy of a saved tensor, and for each byte of it:
     processor time with what is copied compared to what stays, of the whole process if the copier
     needs the processor, and otherwise of the thread that computes, or launches what is computed.
 
     Args:
         device: the device.
-        copier: makes the copies.
         host: the host's memory.
     """
 
+    def usual(size: int, moves: bool) -> float:
+        """The median of a few tries, without the first one: it takes memory that others reuse."""
+        tries = [_seconds(device, size, host, moves) for _ in range(_TRIES)]
+        return median(tries[1:])
+
     def per_copy(size: int) -> float:
-        more = _usual(device, size, copier, host) - _usual(device, size, copier, None)
-        return max(0.0, more) / (2 * _NUM_TENSORS)
+        return max(0.0, usual(size, True) - usual(size, False)) / (2 * _NUM_TENSORS)
 
     least, most = _TRIED_BYTES
     if is_asynchronous(device):
@@ -53,16 +56,10 @@ def copy_costs(device: torch.device, copier: Copier, host: OffloadTarget) -> tup
     return max(0.0, small - least * per_byte), per_byte
 
 
-def _usual(device: torch.device, size: int, copier: Copier, host: OffloadTarget | None) -> float:
-    """The median of a few tries, without the first one: it takes memory that the others reuse."""
-    return median([_seconds(device, size, copier, host) for _ in range(_ROUNDS + 1)][1:])
-
-
-def _seconds(device: torch.device, size: int, copier: Copier, host: OffloadTarget | None) -> float:
-    """The processor time in which tensors are saved, go to the host if there is one, and come
-    back.
-    """
-    places = {(0, number): (host,) for number in range(_NUM_TENSORS)} if host is not None else {}
+def _seconds(device: torch.device, size: int, host: LocalTarget, moves: bool) -> float:
+    """The processor time in which tensors are saved, go to the host if they move, and come back."""
+    places = {(0, number): (host,) for number in range(_NUM_TENSORS)} if moves else {}
+    copier = host.copier
     store = ActivationStore(StagePolicy(float("inf"), places))
     table = SavedTable(0, store)
     now = time.process_time if copier.takes_processor else time.thread_time

@@ -11,8 +11,10 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
-from lightning_pipeshift.runtime.offload.copying import Done, Ticket
+from lightning_pipeshift.runtime.offload.copying import Done, Ticket, nothing
 from lightning_pipeshift.runtime.offload.shared_memory import (
     Address,
     Opening,
@@ -34,12 +36,14 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
 )
 from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
 
-# The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
-# returned blocks travel in opposite directions on the second. On the third, lenders answer
-# announcements of blocks.
+# The lanes of blocks: to the lenders; back, with requests for blocks in the opposite direction; and
+# of lenders' answers to announcements of blocks.
 _THERE, _BACK, _ANSWERS = 1, 2, 3
 
-_CPU = torch.device("cpu")
+_NOT_SENT: Final = -1
+"""Stands for the number of a buffer, of a part that was forgotten before it was sent."""
+
+T = TypeVar("T")
 
 Key = tuple[int, int]
 """Identifies a block's part at its lender: the stage that owns it, and a number."""
@@ -106,7 +110,8 @@ class Lender:
             if put is None:
                 break
             pool.is_shared = put.address is not None and put.address == self._address
-            buffer = self._held.get(put.key)
+            # A block that could not be opened is announced again.
+            buffer = self._held.pop(put.key, None)
             if buffer is None:
                 # Requests to free blocks, made before this announcement, arrive on another lane.
                 # Until they are carried out, more memory would be in use than was reserved.
@@ -115,78 +120,65 @@ class Lender:
                         self._changed.wait()
                 # On the compute stream: this stage may have to offload tensors that it computes.
                 self._take_room(put.num_bytes)
-            with aside(self._device):
-                if buffer is None:
+                with aside(self._device):
                     pool.claim(put.num_bytes)
                     buffer = pool.take(put.num_bytes)
-                opening = self._opening(put, buffer, stage)
-            if isinstance(opening, Opening):
+            if self._may_open(put, buffer, stage):
                 last = buffer
-                self._hold(put.key, buffer)
-                continue
-            staging = buffer
-            if buffer.device.type != "cpu":
+            elif buffer.device.type == "cpu":
+                lane.receive_into(buffer, stage)
+            else:
                 staging = host_buffer((put.num_bytes,), torch.uint8)
-            lane.receive_into(staging, stage)
-            if staging is not buffer:
+                lane.receive_into(staging, stage)
                 copy(buffer, staging, self._device)
-            self._hold(put.key, buffer)
+            with self._changed:
+                self._held[put.key] = buffer
+                self._changed.notify_all()
         pool.clear()
 
-    def _opening(self, put: _Put, buffer: Tensor, stage: int) -> Opening | str | None:
-        """Answers the announcement of a block, if its sender wants to copy it directly; returns the
-        answer.
+    def _may_open(self, put: _Put, buffer: Tensor, stage: int) -> bool:
+        """Answers the announcement of a block, if its sender wants to copy it directly: tells how
+        to open its buffer, or why that is impossible, or ``None`` if the two processes cannot share
+        memory. Returns whether the sender may open it.
         """
         if put.address is None:
-            return None
-        opening = _opening(self.pools[stage], buffer)
+            return False
+        pool = self.pools[stage]
+        answer: Opening | str | None
+        try:
+            with aside(self._device):
+                answer = pool.opening(buffer) if pool.is_shared else None
+        except RuntimeError as error:
+            # The allocator's settings (`expandable_segments`) or a container may forbid it.
+            answer, pool.is_shared = str(error), False
         answers = self._lanes(_ANSWERS, False)
-        answers.send_object(opening, stage)
+        answers.send_object(answer, stage)
         answers.settle()
-        return opening
-
-    def _hold(self, key: Key, buffer: Tensor) -> None:
-        with self._changed:
-            self._held[key] = buffer
-            self._changed.notify_all()
+        return isinstance(answer, Opening)
 
     def _answer(self, stage: int) -> None:
+        lane, pool = self._lanes(_BACK, True), self.pools[stage]
         try:
-            self._answer_all(stage)
+            while (asked := lane.receive_object(stage)) is not None:
+                key, is_wanted = asked
+                with self._changed:
+                    while key not in self._held:
+                        self._changed.wait()
+                    buffer = self._held.pop(key)
+                if is_wanted:
+                    with aside(self._device):
+                        lane.send_tensor(buffer, stage)
+                pool.give(buffer)
+                self._take_room(-buffer.numel())
+                self._note_answered(stage, 1)
         finally:
             # However this ends, no block may wait for one that never arrives.
-            with self._changed:
-                self._num_answered[stage] = math.inf
-                self._changed.notify_all()
+            self._note_answered(stage, math.inf)
 
-    def _answer_all(self, stage: int) -> None:
-        lane, pool = self._lanes(_BACK, True), self.pools[stage]
-        while (asked := lane.receive_object(stage)) is not None:
-            key, is_wanted = asked
-            with self._changed:
-                while key not in self._held:
-                    self._changed.wait()
-                buffer = self._held.pop(key)
-            if is_wanted:
-                with aside(self._device):
-                    lane.send_tensor(buffer, stage)
-            pool.give(buffer)
-            self._take_room(-buffer.numel())
-            with self._changed:
-                self._num_answered[stage] += 1
-                self._changed.notify_all()
-
-
-def _opening(pool: SharedBufferPool, buffer: Tensor) -> Opening | str | None:
-    """The answer to the announcement of a block: how to open its buffer, or why that is impossible;
-    ``None`` if the two processes cannot share memory.
-    """
-    try:
-        return pool.opening(buffer) if pool.is_shared else None
-    except RuntimeError as error:
-        # The allocator's settings (`expandable_segments`) or a container may forbid it.
-        pool.is_shared = False
-        return str(error)
+    def _note_answered(self, stage: int, number: float) -> None:
+        with self._changed:
+            self._num_answered[stage] += number
+            self._changed.notify_all()
 
 
 class Borrower:
@@ -195,7 +187,6 @@ class Borrower:
     Args:
         stage: the lender.
         lanes: makes the lane with a number, given whether blocks come back on it.
-        limit_bytes: how much the lender has reserved for this stage.
         on_error: called in a thread that has failed.
         device: that of this stage.
         address: that of this process; ``None`` to send every block.
@@ -206,93 +197,51 @@ class Borrower:
         self,
         stage: int,
         lanes: Callable[[int, bool], Lane],
-        limit_bytes: float,
         on_error: Callable[[BaseException], None],
-        device: torch.device = _CPU,
+        device: torch.device,
         address: Address | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.stage = stage
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
         self._lanes = lanes
         self._numbers = itertools.count()
-        # Guards all attributes below, and the bytes above.
-        self._changed = threading.Condition()
         self.device = device
         self._address = address
         self._say = say
         # The lender's buffers that this process has opened, by their numbers.
         self._opened: dict[int, Tensor] = {}
-        # The blocks that have arrived, with their buffers; ``None`` if only the lender knows the
-        # buffer.
-        self._arrived: dict[Key, Tensor | None] = {}
-        # With their bytes, which the lender has to free before they can be claimed again.
-        self._forgotten: dict[Key, int] = {}
         self._num_asked = 0
-        self._failure: BaseException | None = None
         self.num_direct = 0
         """How many blocks were copied directly."""
         self.there = InOrder(f"to stage {stage}", on_error)
         self.back = InOrder(f"from stage {stage}", on_error)
 
-    def claim(self, num_bytes: int) -> bool:
-        """Reserves memory at the lender; returns whether that was possible."""
-        with self._changed:
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                return False
-            self.used_bytes += num_bytes
-            return True
-
-    def unclaim(self, num_bytes: int) -> None:
-        """Undoes :meth:`claim`."""
-        with self._changed:
-            self.used_bytes -= num_bytes
-
     def key(self) -> Key:
         """A new key, which no other block of this stage has."""
         return self._lanes(_THERE, False).stage, next(self._numbers)
 
-    def send(self, key: Key, block: Tensor) -> None:
-        """Sends or copies a block's part to the lender; returns when its memory may be reused."""
-        with self._changed:
-            if key in self._forgotten:
-                self.used_bytes -= self._forgotten.pop(key)
-                return
-        try:
-            buffer = self._buffer(key, block.numel())
-            if buffer is not None:
-                copy(buffer, block, self.device)
-                self.num_direct += 1
-            else:
-                self._lanes(_THERE, False).send_tensor(block, self.stage)
-        except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            if key not in self._forgotten:
-                self._arrived[key] = buffer
-                self._changed.notify_all()
-                return
-            num_bytes = self._forgotten.pop(key)
-        self.back.submit(partial(self._ask, key, False, num_bytes))
+    def send(self, key: Key, block: Tensor) -> int | None:
+        """Sends or copies a block's part to the lender. Returns, when its memory may be reused, the
+        number of the lender's buffer; ``None`` if this process has not opened it.
+        """
+        number = self._number(key, block.numel())
+        if number is not None:
+            copy(self._opened[number], block, self.device)
+            self.num_direct += 1
+        else:
+            self._lanes(_THERE, False).send_tensor(block, self.stage)
+        return number
 
-    def _buffer(self, key: Key, num_bytes: int) -> Tensor | None:
-        """Announces a block; returns the buffer to copy it to, or ``None`` if it is to be sent."""
-        lane = self._lanes(_THERE, False)
-        with self._changed:
-            num_asked = self._num_asked
-        lane.send_object(_Put(key, num_bytes, self._address, num_asked), self.stage)
-        lane.settle()
+    def _number(self, key: Key, num_bytes: int) -> int | None:
+        """Announces a block; returns the number of the buffer to copy it to, or ``None`` if it is
+        to be sent.
+        """
+        self._tell(_THERE, _Put(key, num_bytes, self._address, self._num_asked))
         if self._address is None:
             return None
         opening: Opening | str | None = self._lanes(_ANSWERS, False).receive_object(self.stage)
         if not isinstance(opening, Opening):
-            self._address = None
-            if opening is not None:
-                self._say_why(opening)
+            self._send_all(opening)
             return None
         for number in opening.gone:
             self._opened.pop(number, None)
@@ -300,106 +249,79 @@ class Borrower:
             try:
                 self._opened[opening.number] = opened(opening.handle, self.device)
             except (OSError, RuntimeError) as error:
-                self._address = None
-                self._say_why(error)
+                self._send_all(error)
                 # The lender has a buffer for the block already, and finds it by the key.
-                return self._buffer(key, num_bytes)
-        return self._opened[opening.number]
+                return self._number(key, num_bytes)
+        return opening.number
 
-    def _say_why(self, reason: object) -> None:
-        self._say(
-            f"memory of stage {self.stage} cannot be written to directly ({reason}), so blocks "
-            "swapped there are sent over the network."
-        )
+    def _send_all(self, reason: object) -> None:
+        """Sends every block from now on, and says why, if there is a reason."""
+        self._address = None
+        if reason is not None:
+            self._say(
+                f"memory of stage {self.stage} cannot be written to directly ({reason}), so blocks "
+                "swapped there are sent over the network."
+            )
 
-    def take(self, key: Key, block: Tensor) -> None:
-        """Fetches a part back, which may still be on its way to the lender."""
-        with self._changed:
-            while key not in self._arrived:
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait()
-            buffer = self._arrived.pop(key)
-        if buffer is not None:
-            copy(block, buffer, self.device)
-            self._ask(key, is_wanted=False)
+    def take(self, key: Key, number: int | None, block: Tensor) -> None:
+        """Fetches a part back, given the result of :meth:`send`, in the thread :attr:`back`."""
+        if number is not None:
+            copy(block, self._opened[number], self.device)
+            self.ask(key, is_wanted=False)
             return
-        lane = self._ask(key, is_wanted=True)
+        lane = self.ask(key, is_wanted=True)
         if block.device.type == "cpu":
             lane.receive_into(block, self.stage)
         else:
             copy(block, lane.receive_tensor(block, self.stage), self.device)
 
-    def forget(self, key: Key, num_bytes: int) -> None:
-        """Lets the lender free a part, which may still be on its way there, and unclaims it."""
-        with self._changed:
-            if key not in self._arrived:
-                # The thread that sends it sees this, and does not send it, or asks to free it.
-                self._forgotten[key] = num_bytes
-                return
-            del self._arrived[key]
-        self._ask(key, False, num_bytes)
+    def ask(self, key: Key, is_wanted: bool) -> Lane:
+        """Lets the lender free a part, after sending it if it is wanted. Called in the thread
+        :attr:`back`, whose lane this returns.
+        """
+        # First: a block that is announced now may need the memory.
+        self._num_asked += 1
+        return self._tell(_BACK, (key, is_wanted))
 
-    def _ask(self, key: Key, is_wanted: bool, unclaimed: int = 0) -> Lane:
-        with self._changed:
-            # Together: a block that is claimed now is announced behind this request.
-            self._num_asked += 1
-            self.used_bytes -= unclaimed
-        lane = self._lanes(_BACK, True)
-        lane.send_object((key, is_wanted), self.stage)
+    def _tell(self, number: int, message: Any) -> Lane:
+        """Sends a message on a lane to the lender; returns the lane."""
+        lane = self._lanes(number, number == _BACK)
+        lane.send_object(message, self.stage)
         lane.settle()
         return lane
 
     def close(self) -> None:
         """Tells the other stage to stop serving this one."""
-        self.there.submit(self._leave)
+
+        def leave() -> None:
+            self._tell(_THERE, None)
+            # All requests for the other lane have been submitted only now.
+            self.back.submit(partial(self._tell, _BACK, None))
+            self.back.close()
+
+        self.there.submit(leave)
         self.there.close()
 
-    def _leave(self) -> None:
-        self._say_goodbye(_THERE)
-        # All requests for the other lane have been submitted only now.
-        self.back.submit(partial(self._say_goodbye, _BACK))
-        self.back.close()
 
-    def _say_goodbye(self, number: int) -> None:
-        lane = self._lanes(number, number == _BACK)
-        lane.send_object(None, self.stage)
-        lane.settle()
-
-
+@dataclass(eq=False)
 class _Together:
-    """A ticket for work of several threads.
+    """A ticket for work of several threads: the futures of their calls."""
 
-    Args:
-        submits: each submits a part of the work to a thread, which then calls the argument.
-        done: called when all parts are done.
-    """
-
-    def __init__(self, submits: Sequence[Callable[[Callable[[], None]], Any]], done: Done) -> None:
-        self._left = len(submits)
-        self._lock = threading.Lock()
-        self._done = done
-        self._futures = [submit(self._one_is_done) for submit in submits]
-
-    def _one_is_done(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last:
-            self._done()
+    futures: Sequence[Future[Any]]
 
     def is_done(self) -> bool:
         """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        return all(future.done() for future in self._futures)
+        return all(future.done() for future in self.futures)
 
     def wait(self) -> None:
         """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        for future in self._futures:
+        for future in self.futures:
             future.result()
 
 
 class RemoteTarget:
-    """Ranks with free memory, each of which takes a part of every block.
+    """Ranks with free memory, each of which takes a part of every block. They wait until they have
+    the memory, which the plan has reserved.
 
     Args:
         borrowers: this stage's ends of the lanes to them.
@@ -408,86 +330,89 @@ class RemoteTarget:
     """
 
     def __init__(
-        self, borrowers: Mapping[int, Borrower], shares: Sequence[float] = (), codec: Any = None
+        self,
+        borrowers: Mapping[int, Borrower],
+        shares: Sequence[float] = (),
+        codec: Codec | None = None,
     ) -> None:
         self.borrowers = dict(borrowers)
-        self.codec: Codec | None = codec
+        self.codec = codec
         self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
 
-    def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
-        """The number of a block's bytes for each rank."""
-        return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
+    def parts(self, num_bytes: int) -> list[_Part]:
+        """A block's parts, one for each rank, of as many bytes in all."""
+        sizes = [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
+        return [_Part(borrower, borrower.key(), size) for borrower, size in sizes]
 
-    def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+    def put(self, memory: Tensor, done: Done) -> OffloadedBlock:
         """See :class:`~lightning_pipeshift.runtime.offload.targets.OffloadTarget`."""
-        sizes = self.sizes(memory.nbytes)
-        for index, (borrower, size) in enumerate(sizes):
-            if not borrower.claim(size):
-                for other, claimed in sizes[:index]:
-                    other.unclaim(claimed)
-                return None
         return _RemoteBlock(self, memory, done)
 
 
+class _Part(NamedTuple):
+    """A part of a block, at one rank."""
+
+    borrower: Borrower
+    key: Key
+    num_bytes: int
+
+
 class _RemoteBlock:
-    """A block offloaded to other ranks: for each of them a key, and the part's size."""
+    """A block offloaded to other ranks."""
 
     def __init__(self, place: RemoteTarget, memory: Tensor, done: Done) -> None:
         self._coding = Coding(place.codec)
-        self._was_taken = False
-        parts = self._coding.encode(memory)
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
-        self._blocks = [
-            (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
-        ]
-        for borrower, _, size in self._blocks:
-            borrower.unclaim(claims[borrower.stage] - size)
-        self.leaving: Ticket = self._each(whole, lambda to: to.there, Borrower.send, done)
+        self._was_taken = self._is_forgotten = False
+        encoded = self._coding.encode(memory)
+        whole = encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+        self._parts = place.parts(whole.numel())
+        self._sent = self._each(whole, lambda to: to.there, self._send, done)
+        self.leaving: Ticket = _Together(self._sent)
 
     def _each(
         self,
         whole: Tensor,
         line: Callable[[Borrower], InOrder],
-        act: Callable[[Borrower, Key, Tensor], None],
+        act: Callable[[int, Tensor], T],
         done: Done,
-    ) -> Ticket:
-        """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
+    ) -> list[Future[T]]:
+        """Runs ``act`` with each part's index and bytes, in a thread for its rank, after the
+        compute so far; and ``done`` after all of them.
+        """
         is_ready = record_event(whole.device)
+        # Who takes the last one is the last.
+        ends: list[Done] = [done] + [nothing] * (len(self._parts) - 1)
 
-        def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
-            blocks = [block]
+        def work(index: int, blocks: list[Tensor]) -> T:
+            is_ready.synchronize()
+            with aside(self._parts[index].borrower.device):
+                # Not held any longer: what is done at the end may allocate as much again.
+                result = act(index, blocks.pop())
+            # On the compute stream: the store may start to fetch another block.
+            ends.pop()()
+            return result
 
-            def work() -> None:
-                is_ready.synchronize()
-                with aside(borrower.device):
-                    # Not held any longer: `then` may allocate as much again.
-                    act(borrower, key, blocks.pop())
-                # On the compute stream: the store may start to fetch another block.
-                then()
+        blocks = whole.split([part.num_bytes for part in self._parts])
+        return [
+            line(part.borrower).submit(partial(work, index, [block]))
+            for index, (part, block) in enumerate(zip(self._parts, blocks, strict=True))
+        ]
 
-            return line(borrower).submit(work)
-
-        parts = whole.split([size for _, _, size in self._blocks])
-        return _Together(
-            [
-                partial(submit, borrower, key, part)
-                for (borrower, key, _), part in zip(self._blocks, parts, strict=True)
-            ],
-            done,
-        )
+    def _send(self, index: int, block: Tensor) -> int | None:
+        part = self._parts[index]
+        return _NOT_SENT if self._is_forgotten else part.borrower.send(part.key, block)
 
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
         """See :class:`OffloadedBlock`."""
         self._was_taken = True
-        total = sum(size for _, _, size in self._blocks)
         whole = memory.view(torch.uint8)
         if self._coding.is_encoded:
+            total = sum(part.num_bytes for part in self._parts)
             whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
 
-        def take(borrower: Borrower, key: Key, block: Tensor) -> None:
-            borrower.take(key, block)
-            borrower.unclaim(block.numel())
+        def take(index: int, block: Tensor) -> None:
+            part = self._parts[index]
+            part.borrower.take(part.key, self._sent[index].result(), block)
 
         def finish() -> None:
             if self._coding.is_encoded:
@@ -496,28 +421,29 @@ class _RemoteBlock:
             done()
 
         # At that point, earlier uses of this memory are complete.
-        return self._each(whole, lambda to: to.back, take, finish)
+        return _Together(self._each(whole, lambda to: to.back, take, finish))
 
     def _decode(self, whole: Tensor, memory: Tensor) -> None:
+        begin = 0
+
+        def read(part: Tensor) -> None:
+            nonlocal begin
+            part.copy_(whole[begin : begin + part.numel()])
+            begin += part.numel()
+
         with torch.no_grad():
-            self._coding.decode(memory, _reader(whole))
+            self._coding.decode(memory, read)
         record_event(memory.device).synchronize()
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
-        if self._was_taken:
-            return
-        for borrower, key, size in self._blocks:
-            borrower.back.submit(partial(borrower.forget, key, size))
+        if not self._was_taken:
+            self._is_forgotten = True
+            for part, sent in zip(self._parts, self._sent, strict=True):
+                sent.add_done_callback(partial(_free, part))
 
 
-def _reader(whole: Tensor) -> Callable[[Tensor], None]:
-    """Fills vectors with the bytes of another, from its beginning on."""
-    begin = 0
-
-    def read(part: Tensor) -> None:
-        nonlocal begin
-        part.copy_(whole[begin : begin + part.numel()])
-        begin += part.numel()
-
-    return read
+def _free(part: _Part, sent: Future[Any]) -> None:
+    """Called when a part that is not needed any more has been sent, or has failed."""
+    if sent.exception() is None and sent.result() != _NOT_SENT:
+        part.borrower.back.submit(partial(part.borrower.ask, part.key, is_wanted=False))

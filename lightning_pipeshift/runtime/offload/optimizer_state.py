@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Final
 
@@ -27,9 +26,9 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket, nothing
-from lightning_pipeshift.runtime.offload.host_copies import HostCopies, Traffic, is_dense
-from lightning_pipeshift.runtime.offload.waiting_weights import Arrival, WaitingWeights
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier
+from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_dense
+from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
 from lightning_pipeshift.text import ceil_bytes_text
 
 _AHEAD: Final = 2
@@ -37,42 +36,6 @@ _AHEAD: Final = 2
 
 Layers = Mapping[int, Sequence[nn.Parameter]]
 """The parameters of layers, by the layers' numbers."""
-
-
-@dataclass(frozen=True)
-class _Copying:
-    """The state of a layer, and its weights, that are being copied.
-
-    Args:
-        layer: the layer.
-        parts: its tensors, each with its new memory.
-        ticket: the copy in progress, if it has any.
-        weights: those of its weights, if they move.
-        promised_bytes: memory reserved for state that it does not have yet.
-    """
-
-    layer: int
-    parts: Sequence[tuple[Tensor, Tensor]]
-    ticket: Ticket | None = None
-    weights: Arrival | None = None
-    promised_bytes: int = 0
-
-    def finish(self) -> int:
-        """Waits for the copies, and gives the tensors their new memory; returns the state's
-        bytes.
-        """
-        if self.ticket is not None:
-            self.ticket.wait()
-        for tensor, memory in self.parts:
-            tensor.data = memory
-        if self.weights is not None:
-            self.weights.finish()
-        return sum(memory.nbytes for _, memory in self.parts)
-
-    def is_done(self) -> bool:
-        """Whether the copies are complete."""
-        copies = (self.ticket, self.weights)
-        return all(copy is None or copy.is_done() for copy in copies)
 
 
 class OptimizerStates:
@@ -107,8 +70,10 @@ class OptimizerStates:
         self._expected: Mapping[int, int] = {}
         self._names: Sequence[str] = ()
         self._optimizers: list[Optimizer] = []
-        self._steps: list[tuple[Optimizer, Callable[..., Any], Any]] = []
-        self._leaving: deque[_Copying] = deque()
+        self._undo_steps: list[Callable[[], None]] = []
+        self._leaving: deque[list[Copies]] = deque()
+        # The layers to come, each with its copies and the bytes of state that its update makes.
+        self._coming: deque[tuple[int, list[Copies], int]] = deque()
         # Bytes of the coming layers' state that their update is going to make.
         self._promised_bytes = 0
 
@@ -144,31 +109,20 @@ class OptimizerStates:
             new = [p for p in own[layer] if id(p) not in seen]
             seen.update(map(id, new))
             self._layers[layer] = new
-        stays = own.keys() - self._moved
         away = {id(p) for layer in self._moved for p in self._layers[layer]}
-        self._bring_back(p for layer in stays for p in own[layer] if id(p) not in away)
+        stays = [p for layer in own.values() for p in layer if id(p) not in away]
         for optimizer in self._optimizers:
+            for tensor in _state_of(optimizer, stays):
+                if self.homes.has(tensor):
+                    tensor.data = tensor.data.to(self._device, copy=True)
+                    self.homes.forget(tensor)
             self._evict_all(optimizer)
-
-    def _bring_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Brings state back to the device for good."""
-        for parameter in parameters:
-            for optimizer in self._optimizers:
-                for tensor in _state_of(optimizer, [parameter]):
-                    if self.homes.has(tensor):
-                        tensor.data = tensor.data.to(self._device, copy=True)
-                        self.homes.forget(tensor)
 
     def close(self) -> None:
         """Called at the end of the run; what is in host memory remains there."""
-        for optimizer, mine, earlier in self._steps:
-            # A scheduler may have wrapped it since; without layers it does nothing of its own.
-            if vars(optimizer).get("step") is mine:
-                if earlier is None:
-                    del optimizer.step
-                else:
-                    optimizer.step = earlier  # type: ignore[method-assign]
-        self._steps = []
+        for undo in self._undo_steps:
+            undo()
+        self._undo_steps.clear()
         self._layers = {}
 
     # --- the optimizer ---
@@ -177,16 +131,22 @@ class OptimizerStates:
         """Makes an optimizer's steps those of :meth:`step`, before the first one: the plan may be
         made inside of it. Schedulers replace the method likewise, before or after.
         """
-        plain = optimizer.step
-        earlier = vars(optimizer).get("step")
+        plain, own = optimizer.step, vars(optimizer)
+        earlier = {name: value for name, value in own.items() if name == "step"}
 
         @wraps(getattr(plain, "__func__", plain))
         def step(it: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self.step(it, plain, *args, **kwargs)
 
-        mine = MethodType(step, optimizer)
-        optimizer.step = mine  # type: ignore[method-assign]
-        self._steps.append((optimizer, mine, earlier))
+        own["step"] = mine = MethodType(step, optimizer)
+
+        def undo() -> None:
+            # A scheduler may have wrapped it since; without layers it does nothing of its own.
+            if own.get("step") is mine:
+                del own["step"]
+                own.update(earlier)
+
+        self._undo_steps.append(undo)
 
     def step(
         self, optimizer: Optimizer, plain: Callable[..., Any], closure: Any = None, **kwargs: Any
@@ -222,66 +182,58 @@ class OptimizerStates:
                 " Register the hook before `fit`: then the optimizer's state stays on the device."
             )
         self._evict_all(optimizer)
-        groups = optimizer.param_groups
-        everything = [group["params"] for group in groups]
-        layers = self._with_gradients(everything)
-        moved = {id(p) for layer in layers for p in self._layers[layer]}
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        present = {id(p) for _, parameters in groups for p in parameters if p.grad is not None}
+        waiting = deque(
+            layer for layer, own in self._layers.items() if any(id(p) in present for p in own)
+        )
+        moved = {id(p) for layer in waiting for p in self._layers[layer]}
         try:
-            waiting, coming = deque(layers), deque[_Copying]()
-            self._prefetch(optimizer, waiting, coming)
-            for group, parameters in zip(groups, everything, strict=True):
+            self._prefetch(optimizer, waiting)
+            for group, parameters in groups:
                 group["params"] = [p for p in parameters if id(p) not in moved]
             plain(**kwargs)
-            while coming:
-                arrived = coming.popleft()
-                arrived.finish()
-                layer, promised_bytes = arrived.layer, arrived.promised_bytes
-                # Otherwise it would keep the state's memory when that has left.
-                del arrived
-                own = set(map(id, self._layers[layer]))
-                for group, parameters in zip(groups, everything, strict=True):
-                    group["params"] = [p for p in parameters if id(p) in own]
+            while self._coming:
+                layer, copies, promised_bytes = self._coming.popleft()
+                for each in copies:
+                    each.finish()
+                now = set(map(id, self._layers[layer]))
+                for group, parameters in groups:
+                    group["params"] = [p for p in parameters if id(p) in now]
                 before = self._device_bytes(optimizer, layer)
                 plain(**kwargs)
                 self._promised_bytes -= promised_bytes
                 # The first step makes the state.
                 self.traffic.count(self._device_bytes(optimizer, layer) - before)
                 self._evict(optimizer, layer)
-                self._prefetch(optimizer, waiting, coming)
+                self._prefetch(optimizer, waiting)
         finally:
-            for group, parameters in zip(groups, everything, strict=True):
+            for group, parameters in groups:
                 group["params"] = parameters
+            self._coming.clear()
             self._finish_leaving()
             self._weights.leave_all()
             # What an error has left there is counted when it is evicted.
             self.traffic.device_bytes = self._promised_bytes = 0
         return result
 
-    def _with_gradients(self, groups: Sequence[Sequence[Tensor]]) -> list[int]:
-        """The layers with gradients of parameters in these groups, in their order."""
-        present = {id(p) for group in groups for p in group if p.grad is not None}
-        return [
-            layer
-            for layer, parameters in self._layers.items()
-            if any(id(p) in present for p in parameters)
-        ]
-
     # --- there and back ---
 
-    def _prefetch(self, optimizer: Optimizer, waiting: deque[int], coming: deque[_Copying]) -> None:
+    def _prefetch(self, optimizer: Optimizer, waiting: deque[int]) -> None:
         """Starts to fetch the next layers' state: of the next one in any case, of those behind it
         as far as there is room.
         """
-        while waiting and len(coming) <= _AHEAD:
-            tensors = self._state_of(optimizer, waiting[0])
+        while waiting and len(self._coming) <= _AHEAD:
+            layer = waiting[0]
+            tensors = self._state_of(optimizer, layer)
             size = sum(tensor.nbytes for tensor in tensors)
-            is_new = not size and waiting[0] in self._moved
-            promised = self._expected.get(waiting[0], 0) if is_new else 0
-            needed = (size or promised) + self._weights.bytes_of(waiting[0])
-            if not self._has_room(needed, waiting[0], is_needed=not coming):
+            is_new = not size and layer in self._moved
+            promised = self._expected.get(layer, 0) if is_new else 0
+            needed = (size or promised) + self._weights.bytes_of(layer)
+            if not self._has_room(needed, layer, is_needed=not self._coming):
                 return
             self._promised_bytes += promised
-            weights = self._weights.begin_update(waiting[0], self.traffic)
+            copies = self._weights.begin_update(layer, self.traffic)
             parts = []
             for tensor in tensors:
                 if self.homes.has(tensor):
@@ -289,9 +241,10 @@ class OptimizerStates:
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
                     )
                     self.traffic.count(memory.nbytes)
-                    parts.append((tensor, memory))
-            ticket = self._copier.back(_copies(parts), nothing) if parts else None
-            coming.append(_Copying(waiting.popleft(), parts, ticket, weights, promised))
+                    parts.append(_moved(tensor, memory))
+            if parts:
+                copies.append(Copies(self._copier.back, parts))
+            self._coming.append((waiting.popleft(), copies, promised))
 
     def _has_room(self, num_bytes: int, layer: int, is_needed: bool) -> bool:
         """Whether so many bytes of a layer's state may come to the device now. If they are needed
@@ -302,9 +255,9 @@ class OptimizerStates:
                 if not is_needed:
                     return False
                 break
-            if not is_needed and not self._leaving[0].is_done():
+            if not is_needed and not all(copies.is_done() for copies in self._leaving[0]):
                 return False
-            self._finish_first()
+            self._leave_but(len(self._leaving) - 1)
         if is_needed and num_bytes > self._room():
             name = self._names[layer] if layer < len(self._names) else str(layer)
             has, needs = map(ceil_bytes_text, (max(0.0, self._room()), num_bytes))
@@ -317,38 +270,37 @@ class OptimizerStates:
 
     def _evict(self, optimizer: Optimizer, layer: int) -> None:
         """Starts to copy a layer's state to the host."""
-        parts = []
-        for tensor in self._state_of(optimizer, layer):
-            if not self.homes.has(tensor):
-                values = self.homes.memory_of(tensor)
-                parts.append((tensor, values))
-                self.traffic.moved_bytes += values.nbytes
-        ticket = self._copier.out(_copies(parts), nothing) if parts else None
-        weights = self._weights.end_update(layer)
-        if parts or weights is not None:
-            self._leaving.append(_Copying(layer, parts, ticket, weights))
-        while len(self._leaving) > _AHEAD:
-            self._finish_first()
+        tensors = [one for one in self._state_of(optimizer, layer) if not self.homes.has(one)]
+        copies = self._weights.end_update(layer)
+        if tensors:
+            size = sum(tensor.nbytes for tensor in tensors)
+            parts = [_moved(tensor, self.homes.memory_of(tensor)) for tensor in tensors]
+            copies.append(Copies(self._copier.out, parts, partial(self.traffic.count, -size)))
+            self.traffic.moved_bytes += size
+        if copies:
+            self._leaving.append(copies)
+        self._leave_but(_AHEAD)
 
     def _evict_all(self, optimizer: Optimizer) -> None:
         """Copies state to the host that has come in another way: that was loaded, or arrived with
         its layer.
         """
+        self.homes.settle()
         for layer in self._layers:
-            num_bytes = self._device_bytes(optimizer, layer)
-            if num_bytes:
-                self.traffic.count(num_bytes)
-                self._evict(optimizer, layer)
+            self.traffic.count(self._device_bytes(optimizer, layer))
+            self._evict(optimizer, layer)
         self._finish_leaving()
 
-    def _finish_first(self) -> None:
-        self.traffic.count(-self._leaving.popleft().finish())
+    def _leave_but(self, num_layers: int) -> None:
+        """Waits until the state of no more layers than that is being copied to the host."""
+        while len(self._leaving) > num_layers:
+            for copies in self._leaving.popleft():
+                copies.finish()
 
     def _finish_leaving(self) -> None:
         """Returns when all state has been copied to the host."""
         if self._leaving:
-            while self._leaving:
-                self._finish_first()
+            self._leave_but(0)
             # The host itself reads it from now on.
             self._copier.finish()
 
@@ -370,12 +322,7 @@ def _state_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Te
                 yield value
 
 
-def _copies(parts: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """Copies tensors to their new memory, in one task: a thread wakes up once for a layer."""
-    pairs = [(tensor.data, memory) for tensor, memory in parts]
-
-    def work() -> None:
-        for values, memory in pairs:
-            memory.copy_(values, non_blocking=True)
-
-    return work
+def _moved(tensor: Tensor, memory: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A tensor's part of :class:`Copies` to other memory."""
+    copy = partial(memory.copy_, tensor.data, non_blocking=True)
+    return copy, partial(setattr, tensor, "data", memory)

@@ -105,20 +105,20 @@ class StageMemory:
         self._channels = channels
         self._names = tuple(names)
         self._codec = codec_named(request.compression)
-        self._fail_beside = fail_from_thread
-        device = channels.device
+        device, address = channels.device, address_here(channels.device)
         self._copier = copier_of(device, fail_from_thread)
         self._say = say
-        self._address = address = address_here(device)
-        host = torch.device("cpu")
         pinned_for = device if is_asynchronous(device) else None
-        self._host = BufferPool(host, 0.0, pinned_for, self._copier.finish, say)
-        self._lender = Lender(
-            channels.swaps,
-            device,
-            threads,
-            self.store.lend,
-            address,
+        self._host = BufferPool(torch.device("cpu"), 0.0, pinned_for, self._copier.finish, say)
+        self._to_host = LocalTarget(self._host, self._copier, self._codec)
+        self._lender = Lender(channels.swaps, device, threads, self.store.lend, address)
+        self._borrow_from = partial(
+            Borrower,
+            lanes=channels.swaps,
+            on_error=fail_from_thread,
+            device=device,
+            address=address,
+            say=say,
         )
         self.weights = WaitingWeights(self._host, self._copier)
         self._states = OptimizerStates(
@@ -140,24 +140,18 @@ class StageMemory:
             host_bytes: the free memory of its host.
             num_sharers: how many ranks share the host's memory.
         """
-        request = self.request
-        budget = request.budget_bytes
+        budget, on_host = self.request.budget_bytes, self.request.host_bytes
         if budget is None:
             budget = (1 - MARGIN) * device_bytes
-        on_host = request.host_bytes
         if on_host is None:
             on_host = _HOST_PART * host_bytes / num_sharers
         self._host.limit_bytes = on_host
-        rate = self._bandwidth() if on_host else 0.0
         costs = (0.0, 0.0)
-        if rate:
-            costs = copy_costs(self._channels.device, self._copier, self._on_host())
+        if rate := self._bandwidth() if on_host else 0.0:
+            costs = copy_costs(self._channels.device, self._to_host)
             self._host.peak_bytes = 0
         self.memory = RankMemory(int(budget), int(on_host), rate, *costs)
         return self.memory
-
-    def _on_host(self) -> LocalTarget:
-        return LocalTarget(self._host, self._copier, self._codec)
 
     def _bandwidth(self) -> float:
         """Measures the bandwidth to the host and back, the lower of the two, with copies in both
@@ -167,22 +161,17 @@ class StageMemory:
         buffers = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
         if len(buffers) < 2:
             return 0.0
-        tensors = [torch.zeros_like(buffer, device=self._channels.device) for buffer in buffers]
-        ways = (
-            (self._copier.out, tensors[0], buffers[0]),
-            (self._copier.back, buffers[1], tensors[1]),
-        )
+        device, (to, source) = self._channels.device, buffers
+        tensors = [torch.zeros_like(buffer, device=device) for buffer in buffers]
         best = float("inf")
         for _ in range(_TRIES):
-            synchronize(self._channels.device)
+            synchronize(device)
             begun = time.perf_counter()
-            tickets = [
-                carry(partial(to.copy_, source, non_blocking=True), nothing)
-                for carry, source, to in ways
-            ]
-            for ticket in tickets:
-                ticket.wait()
-            synchronize(self._channels.device)
+            out = self._copier.out(partial(to.copy_, tensors[0], non_blocking=True), nothing)
+            back = self._copier.back(partial(tensors[1].copy_, source, non_blocking=True), nothing)
+            out.wait()
+            back.wait()
+            synchronize(device)
             best = min(best, time.perf_counter() - begun)
         for buffer in buffers:
             self._host.give(buffer)
@@ -215,28 +204,27 @@ class StageMemory:
         for swap in swaps:
             if stage in swap.stages:
                 self._lender.serve(plan.placement.stage_of(vm, swap.layer))
-        budget = float("inf")
+        budget, device_bytes = float("inf"), None
         if self.memory is not None:
+            device_bytes = self.memory.budget_bytes
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
-            budget = self.memory.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
+            budget = device_bytes - passing_bytes(*payloads[stage : stage + 2])
             budget -= static_bytes + twice_bytes
-        host = self._on_host()
-        spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}
         for swap in swaps:
             if swap.layer in own:
-                ways = self._ways(swap, host, spare)
-                places.update({(swap.layer, number): ways for number in swap.tensors})
+                target = self._target(swap)
+                places.update({(swap.layer, number): (target,) for number in swap.tensors})
         self.store.follow(
             StagePolicy(
                 budget,
                 places,
-                spare,
+                self._to_host if self._host.limit_bytes else None,
                 {layer: expected_bytes.get(layer, 0) for layer in own},
                 self.request.budget_bytes is not None,
                 self._names,
                 f"stage {stage} of virtual machine {vm}",
-                self.memory.budget_bytes if self.memory is not None else None,
+                device_bytes,
             )
         )
 
@@ -294,28 +282,15 @@ class StageMemory:
         moved = plan.optimizer_on_host_of(vm) & own.keys()
         self._states.follow(optimizers, own, moved, state_bytes, self._names)
 
-    def _ways(
-        self, swap: Swap, host: OffloadTarget, spare: OffloadTarget | None
-    ) -> tuple[OffloadTarget, ...]:
-        """The offload targets for a swap's tensors, in order: each is used if those before it are
-        full.
-        """
+    def _target(self, swap: Swap) -> OffloadTarget:
+        """The offload target for a swap's tensors."""
         if not swap.stages:
-            return (host,)
+            return self._to_host
         for stage in swap.stages:
             if stage not in self._borrowers:
-                self._borrowers[stage] = Borrower(
-                    stage,
-                    self._channels.swaps,
-                    float("inf"),
-                    self._fail_beside,
-                    self._channels.device,
-                    self._address,
-                    self._say,
-                )
+                self._borrowers[stage] = self._borrow_from(stage)
         borrowers = {stage: self._borrowers[stage] for stage in swap.stages}
-        remote = RemoteTarget(borrowers, swap.shares, self._codec)
-        return (remote,) if spare is None else (remote, spare)
+        return RemoteTarget(borrowers, swap.shares, self._codec)
 
     def figures(self) -> dict[str, float]:
         """Statistics of the store, for users and tests."""
@@ -326,7 +301,6 @@ class StageMemory:
             "moved_bytes": traffic.moved_bytes,
             "waited_seconds": traffic.waited_seconds,
             "num_evicted": traffic.num_evicted,
-            "num_direct": sum(borrower.num_direct for borrower in self._borrowers.values()),
             "host_bytes": self._host.allocated_bytes,
             "host_peak_bytes": self._host.peak_bytes,
             "optimizer_host_bytes": self._states.homes.num_bytes,
@@ -341,7 +315,7 @@ class StageMemory:
         """Called at the end of the run: frees the memory, and ends the offloading between
         stages.
         """
-        self.weights.close()
+        self.weights.leave_all()
         self._states.close()
         for borrower in self._borrowers.values():
             borrower.close()

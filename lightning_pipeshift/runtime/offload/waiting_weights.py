@@ -17,46 +17,24 @@ CN114880130B moves "every tensor related to a layer" while it is not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket, nothing
-from lightning_pipeshift.runtime.offload.host_copies import Traffic, host_memory_like
-from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, is_at, may_wait
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing
+from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_at
+from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, may_wait
 
 _CHECKED_STEPS: Final = 2
 """How many steps of a run compare the weights that leave the device with those on the host."""
 _STEPS_BETWEEN_CHECKS: Final = 100
 _AHEAD: Final = 2
 """How many layers may be prefetched, if there is room for them."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Weights that are being copied.
-
-    Args:
-        ticket: the copy in progress.
-        arrive: gives them their new memory.
-    """
-
-    ticket: Ticket
-    arrive: Callable[[], None]
-
-    def finish(self) -> None:
-        """Waits for the copy, and gives the weights their new memory."""
-        self.ticket.wait()
-        self.arrive()
-
-    def is_done(self) -> bool:
-        """Whether the copy is complete."""
-        return self.ticket.is_done()
 
 
 @dataclass(eq=False)
@@ -66,8 +44,7 @@ class _Layer:
     Args:
         name: of the layer.
         weights: its parameters.
-        num_bytes: of them.
-        ticket: the copy to the device in progress.
+        copies: the last ones to the device or to the host.
         is_here: whether they are on the device, or on their way there.
         traffic: counts them as long as they are.
         num_runs: how many calls of the layer are in progress.
@@ -75,14 +52,20 @@ class _Layer:
 
     name: str
     weights: list[Weight]
-    num_bytes: int = field(init=False)
-    ticket: Ticket | None = None
+    copies: Copies | None = None
     is_here: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     num_runs: int = 0
 
-    def __post_init__(self) -> None:
-        self.num_bytes = sum(weight.host.nbytes for weight in self.weights)
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of its weights."""
+        return sum(weight.host.nbytes for weight in self.weights)
+
+    def finish(self) -> None:
+        """Waits for its copies."""
+        if self.copies is not None:
+            self.copies.finish()
 
 
 class WaitingWeights:
@@ -97,7 +80,7 @@ class WaitingWeights:
         self.traffic = Traffic()
         self.window_bytes = 0.0
         """The device's memory for the layer that runs, and for those that are prefetched."""
-        self._host = host
+        self._homes = HostCopies(host, "the weights")
         self._copier = copier
         self._layers: dict[int, _Layer] = {}
         self._current = self._before = -1
@@ -114,7 +97,7 @@ class WaitingWeights:
     @property
     def host_bytes(self) -> int:
         """The bytes of host memory that they take."""
-        return sum(layer.num_bytes for layer in self._layers.values())
+        return self._homes.num_bytes
 
     @property
     def free_bytes(self) -> float:
@@ -143,48 +126,42 @@ class WaitingWeights:
         """
         self.leave_all()
         self.window_bytes = window_bytes
-        held = {id(p): p for layer in own.values() for p in layer}
-        before = {id(w.parameter): w for layer in self._layers.values() for w in layer.weights}
-        kept: set[int] = set()
+        held = {id(p) for layer in own.values() for p in layer}
+        before = {id(weight.parameter): weight for weight in self._weights}
         self._layers, self._next = {}, {}
         for index in sorted(set(moved) & own.keys()):
             weights = []
             for parameter in own[index]:
                 known = before.get(id(parameter))
-                if known is not None and is_at(parameter, known.host):
-                    kept.add(id(parameter))
-                    weights.append(known)
-                elif may_wait(parameter) and is_alone(parameter):
-                    weights.append(self._put_away(parameter))
+                if known is None or not is_at(parameter, known.host):
+                    if not may_wait(parameter) or not is_alone(parameter):
+                        continue
+                    # Not by the parameter itself: who refers to it weakly keeps it from moving to
+                    # another stage.
+                    device = parameter.data
+                    known = Weight(parameter, device, self._homes.memory_of(device))
+                    self._copy_out([known])
+                    known.leave()
+                else:
+                    del before[id(parameter)]
+                weights.append(known)
             if weights:
                 name = names[index] if index < len(names) else str(index)
                 self._layers[index] = _Layer(name, weights)
         for key, weight in before.items():
-            if key in kept:
-                continue
             # It stays on the device from now on, or has left this stage.
-            if key in held and is_at(held[key], weight.host):
+            if key in held and is_at(weight.parameter, weight.host):
                 weight.begin_to_come(False)
                 weight.copy_to_device()
                 weight.come()
-            self._host.unclaim(weight.host.nbytes)
-
-    def _put_away(self, parameter: nn.Parameter) -> Weight:
-        values = host_memory_like(self._host, parameter, "the weights")
-        weight = Weight(parameter, parameter.data, values)
-        self._copy_out([weight])
-        weight.leave()
-        return weight
+            self._homes.forget(weight.device)
+        self._homes.settle()
 
     def _copy_out(self, weights: Sequence[Weight]) -> None:
         """Copies weights to the host, which may read them then."""
-        self._copier.out(_each(Weight.copy_to_host, weights), nothing).wait()
+        Copies(self._copier.out, [(weight.copy_to_host, nothing) for weight in weights]).finish()
         self._copier.finish()
         self.traffic.moved_bytes += sum(weight.host.nbytes for weight in weights)
-
-    def close(self) -> None:
-        """Called at the end of the run; what is in host memory remains there."""
-        self.leave_all()
 
     # --- a step ---
 
@@ -202,9 +179,8 @@ class WaitingWeights:
             self._keep_for_aliases()
         except BaseException:
             # Who catches it may write to weights that are still on the device.
-            for layer in self._layers.values():
-                for weight in layer.weights:
-                    weight.is_of_step = False
+            for weight in self._weights:
+                weight.is_of_step = False
             raise
         finally:
             self._is_in_step = False
@@ -261,11 +237,11 @@ class WaitingWeights:
         self._before, self._current = self._current, index
         wanted = self._wanted()
         for other, layer in self._layers.items():
-            if layer.is_here and other not in wanted and not layer.num_runs:
-                self._leave(other)
+            if other not in wanted and not layer.num_runs:
+                self._leave(layer)
         for other in wanted:
-            self._begin_to_come(other, self.traffic)
-        self._finish_to_come(index)
+            self._begin_to_come(self._layers[other], self.traffic)
+        self._layers[index].finish()
 
     def _wanted(self) -> list[int]:
         """The layers that are to be on the device: the current one, and those that are expected
@@ -287,8 +263,7 @@ class WaitingWeights:
 
     # --- there and back ---
 
-    def _begin_to_come(self, index: int, traffic: Traffic) -> None:
-        layer = self._layers[index]
+    def _begin_to_come(self, layer: _Layer, traffic: Traffic) -> None:
         if layer.is_here:
             return
         layer.is_here = True
@@ -296,66 +271,54 @@ class WaitingWeights:
             weight.begin_to_come(self._is_in_step)
         layer.traffic = traffic
         traffic.count(layer.num_bytes)
-        layer.ticket = self._copier.back(_each(Weight.copy_to_device, layer.weights), nothing)
-
-    def _finish_to_come(self, index: int) -> None:
-        layer = self._layers[index]
-        ticket, layer.ticket = layer.ticket, None
-        if ticket is not None:
-            ticket.wait()
-            for weight in layer.weights:
-                weight.come()
+        parts = [(weight.copy_to_device, weight.come) for weight in layer.weights]
+        layer.copies = Copies(self._copier.back, parts)
 
     def leave_all(self) -> None:
         """Frees the device's memory of all weights."""
-        for index in self._layers:
-            self._leave(index)
+        for layer in self._layers.values():
+            self._leave(layer)
         self._before = self._current = -1
         if not self._is_in_step:
             self._keep_for_aliases()
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, layer: _Layer) -> None:
         """Frees a layer's memory on the device. Only what has been written to is copied first."""
-        layer = self._layers[index]
+        layer.finish()
         if not layer.is_here:
             return
-        self._finish_to_come(index)
         changed = [weight for weight in layer.weights if not weight.is_unchanged]
         if self._is_in_step:
             self._check(layer, changed)
         if changed:
             self._copy_out(changed)
-        self._left(layer)
-
-    @staticmethod
-    def _left(layer: _Layer) -> None:
         for weight in layer.weights:
             weight.leave()
+        self._has_left(layer)
+
+    @staticmethod
+    def _has_left(layer: _Layer) -> None:
         layer.is_here = False
         layer.traffic.count(-layer.num_bytes)
 
     @property
-    def _is_checked(self) -> bool:
-        return self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
+    def _weights(self) -> Iterator[Weight]:
+        return (weight for layer in self._layers.values() for weight in layer.weights)
 
     def _keep_for_aliases(self) -> None:
         """Called when no backward is to come."""
-        for layer in self._layers.values():
-            for weight in layer.weights:
-                weight.keep_for_aliases()
+        for weight in self._weights:
+            weight.keep_for_aliases()
 
     def _check(self, layer: _Layer, changed: Collection[Weight]) -> None:
         self._num_checks += 1
+        is_whole = self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
         for weight in layer.weights:
-            if weight in changed:
+            # On a GPU the compute would wait for each comparison.
+            is_checked = is_whole or weight.device.device.type == "cpu"
+            if not is_checked or weight in changed:
                 continue
-            if self._is_checked:
-                is_equal = weight.is_equal
-            else:
-                # On a GPU the compute would wait for each comparison.
-                is_there = weight.device.device.type != "cpu"
-                is_equal = is_there or weight.looks_equal(self._num_checks)
-            if not is_equal:
+            if not weight.is_equal(None if is_whole else self._num_checks):
                 raise LayerError(
                     f"A weight of shape {tuple(weight.parameter.shape)} of the layer"
                     f" {layer.name!r} was written to in its forward or backward, through its"
@@ -373,38 +336,28 @@ class WaitingWeights:
         layer = self._layers.get(index)
         return layer.num_bytes if layer is not None else 0
 
-    def begin_update(self, index: int, traffic: Traffic) -> Arrival | None:
-        """Starts to bring a layer's weights for its update.
+    def begin_update(self, index: int, traffic: Traffic) -> list[Copies]:
+        """Starts to bring a layer's weights for its update; returns the copies, if they wait.
 
         Args:
             index: the layer's.
             traffic: counts them until they have left again.
-
-        Returns:
-            the copy in progress; ``None`` if they do not wait.
         """
         layer = self._layers.get(index)
         if layer is None:
-            return None
-        self._leave(index)
-        self._begin_to_come(index, traffic)
-        assert layer.ticket is not None
-        return Arrival(layer.ticket, partial(self._finish_to_come, index))
+            return []
+        self._leave(layer)
+        self._begin_to_come(layer, traffic)
+        assert layer.copies is not None
+        return [layer.copies]
 
-    def end_update(self, index: int) -> Arrival | None:
-        """Starts to copy a layer's weights to the host after its update."""
+    def end_update(self, index: int) -> list[Copies]:
+        """Starts to copy a layer's weights to the host after its update; returns the copies."""
         layer = self._layers.get(index)
         if layer is None or not layer.is_here:
-            return None
-        self._finish_to_come(index)
+            return []
+        layer.finish()
         self.traffic.moved_bytes += layer.num_bytes
-        ticket = self._copier.out(_each(Weight.copy_to_host, layer.weights), nothing)
-        return Arrival(ticket, partial(self._left, layer))
-
-
-def _each(what: Callable[[Weight], None], weights: Sequence[Weight]) -> Callable[[], None]:
-    def work() -> None:
-        for weight in weights:
-            what(weight)
-
-    return work
+        parts = [(weight.copy_to_host, weight.leave) for weight in layer.weights]
+        layer.copies = Copies(self._copier.out, parts, partial(self._has_left, layer))
+        return [layer.copies]

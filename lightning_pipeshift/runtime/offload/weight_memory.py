@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.runtime.offload.host_copies import is_dense, layout_of
+from lightning_pipeshift.runtime.offload.host_copies import is_dense
 
 SAMPLED: Final = 32
 """Into how many parts a weight is divided for comparisons that take next to no time."""
@@ -82,25 +82,15 @@ class Weight:
             and self.parameter.data_ptr() == self.device.data_ptr()
         )
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether the host has the same bits."""
-        return torch.equal(_bytes_of(self.device).cpu(), _bytes_of(self.host))
-
-    def looks_equal(self, number: int) -> bool:
-        """Whether the host has the same bits in one of ``SAMPLED`` parts of its memory, which is
-        spread evenly. Only asked of weights that are compared by the CPU.
+    def is_equal(self, number: int | None = None) -> bool:
+        """Whether the host has the same bits.
 
         Args:
-            number: of the part; those beyond ``SAMPLED`` begin again.
+            number: of one of ``SAMPLED`` parts of the memory, which is spread evenly, and the only
+                one to be compared; those beyond begin again. ``None`` for all of them.
         """
-        begin = _LINE_BYTES * (number % SAMPLED)
-        return all(
-            torch.equal(one, other)
-            for one, other in zip(
-                _sampled(self.device, begin), _sampled(self.host, begin), strict=True
-            )
-        )
+        pairs = zip(_sampled(self.device, number), _sampled(self.host, number), strict=True)
+        return all(torch.equal(one.cpu(), other) for one, other in pairs)
 
     def copy_to_host(self) -> None:
         """Copies the values, on whatever stream is current."""
@@ -133,7 +123,7 @@ class Weight:
             self.device.untyped_storage().resize_(0)
 
     def _require_equal_aliases(self) -> None:
-        if self.is_shared and not self.is_equal:
+        if self.is_shared and not self.is_equal():
             raise LayerError(
                 f"A weight of shape {tuple(self.host.shape)} and an alias of it"
                 " (`weight.detach()`, `weight.data`) have different values: one of them was written"
@@ -143,23 +133,18 @@ class Weight:
             )
 
 
-def _sampled(tensor: Tensor, begin: int) -> list[Tensor]:
-    """The bytes of one line of each row of memory, and those behind the last whole row."""
-    everything = _bytes_of(tensor)
-    length = SAMPLED * _LINE_BYTES
+def _sampled(tensor: Tensor, number: int | None) -> list[Tensor]:
+    """The bytes of one line of each row of memory, and those behind the last whole row; without a
+    number, all bytes.
+    """
+    vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    everything = vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
+    if number is None:
+        return [everything]
+    begin, length = _LINE_BYTES * (number % SAMPLED), SAMPLED * _LINE_BYTES
     num_rows = everything.numel() // length
     rows = everything[: num_rows * length].view(num_rows, length)
     return [rows[:, begin : begin + _LINE_BYTES], everything[num_rows * length :]]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
-
-
-def is_at(parameter: Tensor, memory: Tensor) -> bool:
-    """Whether a parameter's memory is this one."""
-    return layout_of(parameter) == layout_of(memory) and parameter.data_ptr() == memory.data_ptr()
 
 
 def is_alone(parameter: Tensor) -> bool:

@@ -282,6 +282,7 @@ class Future:
         self._result: Any = None
         self._error: BaseException | None = None
         self._end: Step | None = None
+        self._calls: list[Callable[[Any], object]] = []
 
     def set_result(self, result: Any, error: BaseException | None = None) -> None:
         """See :class:`concurrent.futures.Future`."""
@@ -289,6 +290,8 @@ class Future:
         order.point()
         self._threads.touch(self._name, True)
         self._result, self._error, self._end = result, error, order.step
+        for call in self._calls:
+            call(self)
 
     def set_exception(self, error: BaseException) -> None:
         """See :class:`concurrent.futures.Future`."""
@@ -301,6 +304,18 @@ class Future:
         if self._end is not None:
             self._threads.touch(self._name, False)
         return self._end is not None
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        """See :class:`concurrent.futures.Future`."""
+        if self.done():
+            call(self)
+        else:
+            self._threads.touch(self._name, True)
+            self._calls.append(call)
+
+    def exception(self) -> BaseException | None:
+        """See :class:`concurrent.futures.Future`: of a call that has ended."""
+        return self._error
 
     def result(self, timeout: float | None = None) -> Any:
         """See :class:`concurrent.futures.Future`."""

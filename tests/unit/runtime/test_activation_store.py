@@ -30,6 +30,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     with_recomputation,
 )
 from lightning_pipeshift.runtime.offload import activation_store as store_module
+from lightning_pipeshift.runtime.offload import saved_blocks
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
@@ -130,7 +131,7 @@ class Ledger:
             def __getattr__(self, name: str) -> Any:
                 return empty if name == "empty" else getattr(torch, name)
 
-        monkeypatch.setattr(store_module, "torch", Torch())
+        monkeypatch.setattr(saved_blocks, "torch", Torch())
 
 
 class Tracked(SavedTable):

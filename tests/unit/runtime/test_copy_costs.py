@@ -45,7 +45,7 @@ def test_they_are_told_apart_by_size(
     clock = SimpleNamespace(process_time=lambda: copier.now)
     monkeypatch.setattr(module, "time", clock)
     pool = BufferPool(CPU, float("inf"))
-    found = copy_costs(CPU, copier, LocalTarget(pool, copier))
+    found = copy_costs(CPU, LocalTarget(pool, copier))
     assert found == pytest.approx((per_copy, per_byte))
     # Nothing is left on the host.
     assert pool.used_bytes == 0
@@ -61,7 +61,7 @@ def test_of_a_copier_that_needs_no_processor_only_the_computing_thread_counts(
     monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: float(next(own))))
     # Each measurement takes a second of it, whatever the copies take.
     target = LocalTarget(BufferPool(CPU, float("inf")), copier)
-    assert copy_costs(CPU, copier, target) == (0.0, 0.0)
+    assert copy_costs(CPU, target) == (0.0, 0.0)
     assert copier.now > 0
     copier.close()
 
@@ -84,5 +84,5 @@ def test_of_a_device_that_copies_by_itself_the_host_that_asks_for_copies_counts(
         copier = AskingCopier(device)
         monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: copier.now))
         target = LocalTarget(BufferPool(CPU, float("inf"), device), copier)
-        assert copy_costs(device, copier, target) == (3.0, 0.0)
+        assert copy_costs(device, target) == (3.0, 0.0)
         copier.close()

@@ -297,7 +297,7 @@ class Lending:
         self.threads = Threads("lending", self.errors.append)
         self.lender = Lender(net.of(1), GPU, self.threads, take_room, address)
         self.lender.serve(0)
-        self.borrower = Borrower(1, net.of(0), 1e12, self.errors.append, device, address)
+        self.borrower = Borrower(1, net.of(0), self.errors.append, device, address)
 
     def close(self) -> None:
         self.borrower.close()

@@ -5,6 +5,7 @@ layers' weights on the device at a time, and true values for whoever reads or wr
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -153,10 +154,10 @@ def test_the_next_layers_are_prefetched_in_the_order_of_the_last_step() -> None:
     order: list[int] = []
     begin = model.weights._begin_to_come
 
-    def noted(index: int, traffic: Any) -> None:
-        if not model.weights._layers[index].is_here:
-            order.append(index)
-        begin(index, traffic)
+    def noted(layer: Any, traffic: Any) -> None:
+        if not layer.is_here:
+            order.append(int(layer.name))
+        begin(layer, traffic)
 
     model.weights._begin_to_come = noted  # type: ignore[method-assign]
     model.step(1)
@@ -303,8 +304,15 @@ def test_a_plan_may_change_and_memory_that_others_use_stays() -> None:
     assert model.is_like(plain)
     assert torch.equal(alias, plain.layers[3].weight)
     assert torch.equal(torch.from_numpy(array), plain.layers[4].weight)
-    model.weights.close()
+    model.weights.leave_all()
     assert model.is_like(plain)
+
+
+def test_nothing_refers_weakly_to_weights_that_wait() -> None:
+    """Torch would not swap them when their layer moves to another stage."""
+    model = Model(range(NUM_LAYERS))
+    model.step()
+    assert not any(map(weakref.getweakrefs, model.parameters))
 
 
 def test_other_data_of_another_shape_is_an_error() -> None:
