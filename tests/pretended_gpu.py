@@ -27,7 +27,7 @@ from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.offload import shared_memory
 from lightning_pipeshift.step import suspension
 from lightning_pipeshift.step.pipeline import Pipeline
-from lightning_pipeshift.values import gradients, microbatch
+from lightning_pipeshift.values import gradients
 from lightning_pipeshift.values.contract import ContractFinder
 from lightning_pipeshift.values.microbatch import Microbatch
 from tests.simulated import device, interception, torch_streams
@@ -196,7 +196,7 @@ def _devices_of_run(
     trainer: Any, module: Any, gpu: PretendedGPU, is_shared: bool
 ) -> Iterator[tuple[Any, str, Any]]:
     """Where a run keeps its device: owner, attribute, value."""
-    strategy, autocast = trainer.strategy, microbatch._autocast
+    strategy = trainer.strategy
     yield type(strategy), "root_device", property(lambda _: GPU)
     yield module, "_device", GPU
     for metric in [*module.modules(), *(trainer._results or {}).values()]:
@@ -217,9 +217,8 @@ def _devices_of_run(
         ends += mailbox._ends.values()
         for owner in (pipeline.core, mailbox):
             yield owner, "device", GPU
-        # Torch has no generator of the device, and it computes as the host does.
+        # Torch has no generator of the device.
         yield suspension, "generators_of", lambda _: [torch.default_generator]
-        yield microbatch, "_autocast", lambda _: autocast(CPU)
         yield ContractFinder, "_stand_in", _stand_in_on_host(ContractFinder._stand_in)
         # It is called by a function of torch, in which function modes are off.
         yield Microbatch, "operation", gpu.inside(Microbatch.operation)

@@ -375,7 +375,7 @@ def _marked(tensor: Tensor) -> Tensor:
     """The copy of a tensor that needs a gradient, for a use without one. Torch looks at that even
     so: `matmul` folds its first argument if the second one needs a gradient, which has other bits.
     """
-    with without_torch_function_of_subclasses(), torch.inference_mode(False):
+    with without_torch_function_of_subclasses(), torch.inference_mode(tensor.is_inference()):
         return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
