@@ -27,6 +27,7 @@ from lightning_pipeshift.compat.torch_private import (
     make_subclass,
     mark_as_parameter,
     no_dispatch,
+    one_by_one,
     pytree,
     renew_hooks,
     schema_of,
@@ -247,7 +248,8 @@ def _unpickled(
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = schema_of(func).name
     if name.startswith(FOR_EACH):
-        return _for_each(func, args, kwargs)
+        # Some of the items may be on this stage.
+        return one_by_one(func, *args, **kwargs)
     if name == "aten::equal" and args[0] is args[1]:
         return True
     leaves, _ = pytree.tree_flatten((args, kwargs))
@@ -304,37 +306,6 @@ def _without_values(
 def _kind_of(tensor: RemoteTensor) -> Tensor:
     """An empty tensor of this stage with the type of another stage's tensor."""
     return torch.empty(0, dtype=tensor.dtype, device=_device())
-
-
-def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on lists of tensors, of which some may be on this stage, item by item."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
-    length = len(lists[0])
-
-    def part(numbers: Sequence[int]) -> Any:
-        def chosen(argument: Any) -> Any:
-            if isinstance(argument, list | tuple) and len(argument) == length:
-                return [argument[number] for number in numbers]
-            return argument
-
-        return tuple(map(chosen, args)), {key: chosen(value) for key, value in kwargs.items()}
-
-    here, results = [], {}
-    for number in range(length):
-        some_args, some_kwargs = part([number])
-        leaves = pytree.tree_leaves((some_args, some_kwargs))
-        absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
-        if absent:
-            results[number] = _without_values(func, some_args, some_kwargs, absent)
-        else:
-            here.append(number)
-    if here:
-        some_args, some_kwargs = part(here)
-        found = func(*some_args, **some_kwargs)
-        results |= {n: [one] for n, one in zip(here, found or [None] * len(here), strict=True)}
-    if any(result is None or result == [None] for result in results.values()):
-        return None
-    return [results[number][0] for number in range(length)]
 
 
 def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) -> frozenset[str]:
