@@ -9,7 +9,7 @@ blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from torch import nn
 from torchmetrics import Metric
@@ -57,25 +57,20 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     if callable(configure):
         return _named_by_user(root, configure())
     layers = _with_state(_open(root, "", _Blocks(root)))
-    while 0 < len(layers) < MOST_OPENED:
-        largest = max(
-            (
-                name
-                for name, layer in layers.items()
-                if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
-            ),
-            key=lambda name: _num_parameters(layers[name]),
-            default=None,
-        )
-        if largest is None:
+    while len(layers) < MOST_OPENED:
+        may_be_opened = [
+            name
+            for name, layer in layers.items()
+            if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
+        ]
+        if not may_be_opened:
             break
-        opened: dict[str, nn.Module] = {}
-        for name, module in layers.items():
-            if name == largest:
-                opened.update(_with_state(_open(module, name, _NoBlocks())))
-            else:
-                opened[name] = module
-        layers = opened
+        largest = max(may_be_opened, key=lambda name: _num_parameters(layers[name]))
+        layers = _with_state(
+            found
+            for name, layer in layers.items()
+            for found in (_open(layer, name, ()) if name == largest else [(name, layer)])
+        )
     return layers
 
 
@@ -172,25 +167,24 @@ class _Blocks:
         inner = (id(part) for part in module.modules() if part is not module)
         return type(module) in self._kinds and self._repeated.isdisjoint(inner)
 
-    def are_in(self, module: nn.Module) -> bool:
-        """Whether a module contains blocks, or a list of modules of one class."""
-        return any(
-            child in self or _is_list(child) or self.are_in(child) for child in module.children()
-        )
 
-
-class _NoBlocks(_Blocks):
-    def __init__(self) -> None:
-        self._repeated, self._kinds = set(), set()
-
-
-def _open(module: nn.Module, name: str, blocks: _Blocks) -> Iterator[tuple[str, nn.Module]]:
+def _open(
+    module: nn.Module, name: str, blocks: Container[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if child not in blocks and (type(child) in _CONTAINERS or blocks.are_in(child)):
+        if child not in blocks and (type(child) in _CONTAINERS or _contains_any(child, blocks)):
             yield from _open(child, path, blocks)
         else:
             yield path, child
+
+
+def _contains_any(module: nn.Module, blocks: Container[nn.Module]) -> bool:
+    """Whether a module contains blocks, or a list of modules of one class."""
+    return any(
+        child in blocks or _is_list(child) or _contains_any(child, blocks)
+        for child in module.children()
+    )
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -158,13 +158,17 @@ class RemoteTensor(Tensor):
         if func == Tensor.device.__get__:
             return _device()
         if func in _READS and args[1:] != ("",):
-            raise _reading(_READS[func], [args[0]])
+            raise reading(_READS[func], [args[0]])
         if func == Tensor.data_ptr:
             # Safetensors, and so `save_pretrained`, would save what is there.
             raise args[0]._saving("saved, nor its memory be used,")
         if func in _READ_KIND and not isinstance(args[0], RemoteTensor):
             # A tensor of this stage keeps its values, whatever it is converted like.
-            args, kwargs = pytree.tree_map_only(RemoteTensor, _kind_of, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(
+                RemoteTensor,
+                lambda like: torch.empty(0, dtype=like.dtype, device=_device()),
+                (args, kwargs or {}),
+            )
         # Torch's own code still refers to what it writes to, until the function ends.
         before, _writes.under_way = _writes.under_way, []
         try:
@@ -178,7 +182,7 @@ class RemoteTensor(Tensor):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
             absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
-            raise _reading(getattr(func, "__name__", str(func)), absent) from error
+            raise reading(getattr(func, "__name__", str(func)), absent) from error
         finally:
             written, _writes.under_way = _writes.under_way, before
         for tensor, computed_from, function in written:
@@ -223,21 +227,25 @@ class RemoteTensor(Tensor):
 
 def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a stage that lacks its inputs."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
     if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags):
-        refuse_reading(schema_of(func).name, absent)
+        raise reading(schema_of(func).name, absent)
     computed_from = _together(func, absent, leaves)
     if torch.Tag.nondeterministic_seeded in func.tags:
         # The stage that has the tensor draws random numbers, so all stages have to.
-        drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
-        if "device" in drawn[1]:
-            drawn[1]["device"] = _device()
-        func(*drawn[0], **drawn[1])
-    plain = [_on_meta(leaf) for leaf in leaves]
-    before = {id(new): old for new, old in zip(plain, leaves, strict=True) if new is not old}
-    before |= {id(leaf): leaf for leaf in absent}
-    plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
+        some_args, some_kwargs = pytree.tree_map_only(Tensor, _some_numbers, (args, kwargs))
+        if "device" in some_kwargs:
+            some_kwargs["device"] = _device()
+        func(*some_args, **some_kwargs)
+    before: dict[int, Tensor] = {}
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        there = tensor if tensor.is_meta else tensor.detach().to("meta")
+        before[id(there)] = tensor
+        return there
+
+    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, on_meta, (args, kwargs))
     if plain_kwargs.get("device") is not None:
         plain_kwargs["device"] = torch.device("meta")
     if "generator" in plain_kwargs:
@@ -246,7 +254,7 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         with no_dispatch():
             result = func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
-        raise _reading(schema_of(func).name, absent) from error
+        raise reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
         if not isinstance(written, RemoteTensor):
             if _writes.under_way is None:
@@ -262,11 +270,6 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return before[id(made)] if id(made) in before else RemoteTensor(made, home)
 
     return pytree.tree_map_only(Tensor, standing_for, result)
-
-
-def _kind_of(tensor: RemoteTensor) -> Tensor:
-    """An empty tensor of this stage with the type of another stage's tensor."""
-    return torch.empty(0, dtype=tensor.dtype, device=_device())
 
 
 def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) -> frozenset[str]:
@@ -310,18 +313,8 @@ def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) 
     return names
 
 
-def _on_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    if leaf.layout != torch.strided:
-        return leaf.to("meta")
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _some_numbers(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.ones(leaf.shape, dtype=leaf.dtype, device=_device())
+def _some_numbers(like: Tensor) -> Tensor:
+    return torch.ones(like.shape, dtype=like.dtype, device=_device())
 
 
 def _device() -> torch.device:
@@ -411,12 +404,8 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
 # --- messages ---
 
 
-def refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
-    """Raises the LayerError for a function that reads tensors that are on other stages."""
-    raise _reading(function, absent)
-
-
-def _reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
+def reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
+    """The error for a function that reads tensors that are on other stages."""
     names = frozenset().union(*(tensor.computed_from for tensor in absent))
     return LayerError(
         f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "
