@@ -154,7 +154,11 @@ class _Blocks:
             if type(module) in self._kinds:
                 continue
             siblings = list(_beside_each_other(module))
-            for kind, alike in _by_class(siblings).items():
+            by_class: dict[type, list[nn.Module]] = {}
+            for sibling in siblings:
+                if _parts(sibling):
+                    by_class.setdefault(type(sibling), []).append(sibling)
+            for kind, alike in by_class.items():
                 if len(alike) > 1 and not _are_wrappers(module, alike):
                     self._kinds.add(kind)
                     self._repeated.update(map(id, alike))
@@ -203,34 +207,16 @@ def _beside_each_other(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
-    """The composite ones among modules."""
-    found: dict[type, list[nn.Module]] = {}
-    for module in modules:
-        if _parts(module):
-            found.setdefault(type(module), []).append(module)
-    return found
-
-
 def _are_wrappers(parent: nn.Module, alike: Sequence[nn.Module]) -> bool:
     """Whether modules of one class are no blocks but contain blocks: the stages of a network, whose
     sizes differ; or an encoder and a decoder; or a network and its copy.
     """
-    if not any(_holds_alike(module) for module in alike):
+    if not any(_contains_any(module, _Blocks(module)) for module in alike):
         return False
     sizes = [_num_parameters(module) for module in alike]
     attributes = set(map(id, parent.children()))
     are_a_pair = len(alike) == 2 and all(id(module) in attributes for module in alike)
     return are_a_pair or max(sizes) > _STAGES_DIFFER * min(sizes)
-
-
-def _holds_alike(module: nn.Module) -> bool:
-    siblings = list(_beside_each_other(module))
-    return (
-        any(len(alike) > 1 for alike in _by_class(siblings).values())
-        or any(map(_is_list, module.children()))
-        or any(map(_holds_alike, siblings))
-    )
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
