@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
-    COPY_TO,
     MODULE_TABLES,
     TRUNCATED_NORMAL,
     OperationMode,
@@ -162,7 +161,7 @@ class DeferredInit:
         with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number in sorted(needed):
                 self._run(number, memory)
-            found = self._real(view, memory)
+            found: Tensor = self._real(view, memory)
             if found.untyped_storage().nbytes() != found.nbytes:
                 found = found.clone()
         return found
@@ -253,13 +252,7 @@ def _covers(tensor: Tensor) -> bool:
 # --- what the user's code sees of it ---
 
 # Functions that read a tensor's values without an operation.
-_READS = {
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__deepcopy__,
-    Tensor.__reduce_ex__,
-}
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class _Promised(Tensor):
@@ -280,7 +273,9 @@ class _Promised(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with without_torch_function_of_subclasses():
-            if func in _READS:
+            if func == Tensor.__deepcopy__:
+                return args[0].clone()
+            if func in _READS or func == Tensor.__reduce_ex__:
                 args = (args[0]._deferred.values(args[0]), *args[1:])
             return func(*args, **(kwargs or {}))
 
@@ -360,7 +355,7 @@ def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
         assert original is not None
         with without_torch_function():
             if deferred.knows(tensor):
-                arguments = (_View.of(tensor), *args), {}
+                arguments: Any = (_View.of(tensor), *args), {}
                 reads = [] if _covers(tensor) else [tensor]
                 deferred.add(original, arguments, [], reads, [tensor], draws=True)
             else:
@@ -390,12 +385,8 @@ class _Operations(OperationMode):
         elif not any(map(deferred.knows, tensors)):
             return func(*args, **kwargs)
         changed = written_arguments(func, args, kwargs)
-        # Torch itself copies to the CPU in this way to read values, for a list of them; the user's
-        # own `to` and `cpu` are handled before they get here.
-        wants_values = func is COPY_TO and kwargs.get("device") == _CPU
         if (
-            wants_values
-            or torch.Tag.data_dependent_output in func.tags
+            torch.Tag.data_dependent_output in func.tags
             or torch.Tag.dynamic_output_shape in func.tags
             or any(not tensor.is_meta for tensor in changed)
         ):

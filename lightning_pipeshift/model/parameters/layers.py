@@ -9,7 +9,7 @@ blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torchmetrics import Metric
@@ -173,7 +173,7 @@ class _Blocks:
 
 
 def _open(
-    module: nn.Module, name: str, blocks: Container[nn.Module]
+    module: nn.Module, name: str, blocks: _Blocks | tuple[()]
 ) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -183,7 +183,7 @@ def _open(
             yield path, child
 
 
-def _contains_any(module: nn.Module, blocks: Container[nn.Module]) -> bool:
+def _contains_any(module: nn.Module, blocks: _Blocks | tuple[()]) -> bool:
     """Whether a module contains blocks, or a list of modules of one class."""
     return any(
         child in blocks or _is_list(child) or _contains_any(child, blocks)

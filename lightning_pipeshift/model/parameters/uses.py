@@ -35,18 +35,21 @@ class Slot(NamedTuple):
 
     def get(self) -> Tensor | None:
         """The tensor that the place refers to."""
-        return self.table[self.name]
+        tensor: Tensor | None = self.table[self.name]
+        return tensor
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
     """Returns every attribute in a module tree that refers to a parameter or buffer."""
-    return [
-        Slot(table, name, bool(is_buffer))
-        for owner in module.modules()
-        for is_buffer, table in enumerate((parameters_of(owner), buffers_of(owner)))
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    found: list[Slot] = []
+    for owner in module.modules():
+        tables: list[tuple[dict[str, Any], bool]] = [
+            (parameters_of(owner), False),
+            (buffers_of(owner), True),
+        ]
+        for table, is_buffer in tables:
+            found += [Slot(table, name, is_buffer) for name, x in table.items() if x is not None]
+    return found
 
 
 @contextmanager
