@@ -220,6 +220,14 @@ PRIVATE_READS: Final = frozenset({"_is_all_true", "_is_any_true"})
 PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
 """Methods and attributes of a tensor that do not depend on its values."""
 
+
+def one_by_one(for_each: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation on lists of tensors (:data:`FOR_EACH`) as operations on their items, which
+    ``__torch_dispatch__`` sees. Torch has it so for devices without a kernel for whole lists.
+    """
+    return for_each._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 # --- compiled modules ---
 
 

@@ -26,7 +26,7 @@ from lightning_pipeshift.compat.lightning_private import (
     logger_connector,
     signal_connector,
 )
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, refuse_reading
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, reading
 from lightning_pipeshift.values.value import Value
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
@@ -60,7 +60,7 @@ def _log_if_here(
     log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any
 ) -> None:
     if isinstance(value, RemoteTensor):
-        refuse_reading(f"self.log({name!r}, ...)", [value])
+        raise reading(f"self.log({name!r}, ...)", [value])
     log(name, value, *args, **options)
 
 

@@ -17,7 +17,7 @@ from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, wi
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
-from lightning_pipeshift.model.parameters.gradient_box import GradientBox
+from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
@@ -244,7 +244,7 @@ class Stopwatch:
         numbers = self._numbers(leaf)
         if trains and (numbers.is_floating_point() or numbers.is_complex()):
             # Like the output of an earlier layer: no leaf, so that this one may write to it.
-            return GradientBox(numbers).open()
+            return like_a_result(numbers)
         return numbers
 
     def _numbers(self, like: Tensor | Unknown) -> Tensor:

@@ -14,9 +14,8 @@ values on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,22 +24,20 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
-    COPY_TO,
     MODULE_TABLES,
     TRUNCATED_NORMAL,
     OperationMode,
     dispatch_modes_disabled,
     make_subclass,
     no_dispatch,
-    no_torch_function,
     parse_to,
     pytree,
     schema_of,
     storage_key_of,
     version_of,
     without_torch_function,
+    without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -63,6 +60,11 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return cls(storage_key_of(tensor), tensor.dtype, *place)
+
 
 class _Real(NamedTuple):
     """A tensor with values, and its version at the time of its use."""
@@ -71,25 +73,21 @@ class _Real(NamedTuple):
     version: int
 
 
-@dataclass
-class _Entry:
+class _Entry(NamedTuple):
     """One operation of the record.
 
     Args:
         run: computes its results from its arguments.
         arguments: ``(args, kwargs)``, with :class:`_View` and :class:`_Real` for tensors.
         results: the new tensors among its results, by position.
-        writes: the storages that it creates or changes, and whether it overwrites each of them
-            completely.
-        reads: the storages whose values it needs.
+        needs: the entries that have to run before, by their indices; these need others in turn.
         draws: whether it draws random numbers.
     """
 
     run: Callable[..., Any]
     arguments: tuple[Any, Any]
     results: dict[int, _View]
-    writes: dict[int, bool]
-    reads: frozenset[int]
+    needs: set[int]
     draws: bool
 
 
@@ -102,13 +100,14 @@ class DeferredInit:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+        self.forget()
+
+    def forget(self) -> None:
+        """Discards the record, and the tensors that were not loaded yet."""
         self._entries: list[_Entry] = []
-        # By storage: the entries that write to it, in order. Storages are kept alive, so that their
-        # addresses are not reused.
-        self._writers: dict[int, list[int]] = {}
-        self._alive: list[Any] = []
-        # By storage: the version of the tensor when :meth:`lend` was called.
-        self._lent: dict[int | None, int] = {}
+        # By storage: the index of the last entry that writes to it, and the storage itself, so that
+        # its address is not reused.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -124,7 +123,8 @@ class DeferredInit:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the meta device, and its values can be computed."""
-        return _storage_of(tensor) in self._writers if tensor.is_meta else False
+        is_strided = tensor.is_meta and tensor.layout is torch.strided
+        return is_strided and storage_key_of(tensor) in self._storages
 
     def promise(self, like: Tensor, load: Callable[[], Tensor]) -> Tensor:
         """Returns a tensor on the meta device whose values are loaded on demand.
@@ -135,16 +135,8 @@ class DeferredInit:
         """
         with unrecorded():
             tensor = torch.empty(like.shape, dtype=like.dtype, device=_META)
-            self._write(_Entry(load, ((), {}), *self._made_by([tensor]), frozenset(), False))
+            self.add(load, ((), {}), [tensor])
             return _Promised(tensor, self)
-
-    def lend(self, tensor: Tensor) -> None:
-        """Marks a tensor's memory as a private mapping of a file, so that its pages can be freed
-        after their use: otherwise they would be in memory twice.
-        """
-        storage = _storage_of(tensor)
-        if storage is not None:
-            self._lent[storage] = version_of(tensor)
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values that a tensor would have without deferring: on the CPU, in memory of its own.
@@ -159,102 +151,108 @@ class DeferredInit:
                 "known how to initialise it. Create it in `configure_model`, without "
                 "`device='meta'`, or give it values there."
             )
-        view = _view_of(tensor)
-        storages: dict[int, torch.UntypedStorage] = {}
+        view = _View.of(tensor)
+        needed: set[int] = set()
+        asked = {self._storages[view.storage][0]}
+        while asked:
+            needed |= asked
+            asked = set().union(*(self._entries[number].needs for number in asked)) - needed
+        memory: dict[int, torch.UntypedStorage] = {}
         with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            needed = self._needed(view.storage)
-            for number in needed:
-                if not self._is_handed_on(number, needed, storages):
-                    self._run(number, storages)
-            found = _part(view, storages)
-            if found.untyped_storage().nbytes() != found.numel() * found.element_size():
+            for number in sorted(needed):
+                self._run(number, memory)
+            found: Tensor = self._real(view, memory)
+            if found.untyped_storage().nbytes() != found.nbytes:
                 found = found.clone()
         return found
 
-    def forget(self) -> None:
-        """Discards the record, and the tensors that were not loaded yet."""
-        self._entries, self._writers, self._alive, self._lent = [], {}, [], {}
-
     # --- the record ---
 
-    def _write(self, entry: _Entry) -> None:
-        for storage in entry.writes:
-            self._writers.setdefault(storage, []).append(len(self._entries))
-        self._entries.append(entry)
+    def add(
+        self,
+        run: Callable[..., Any],
+        arguments: tuple[Any, Any],
+        results: Sequence[Any],
+        reads: Sequence[Tensor] = (),
+        writes: Sequence[Tensor] = (),
+        draws: bool = False,
+    ) -> None:
+        """Records an operation, if it makes or changes tensors of the record.
 
-    def _made_by(self, results: list[Any]) -> tuple[dict[int, _View], dict[int, bool]]:
-        made, writes = {}, {}
-        for position, result in enumerate(results):
-            if isinstance(result, Tensor) and result.is_meta:
-                storage = _storage_of(result)
-                if storage is not None and storage not in self._writers:
-                    made[position] = _view_of(result)
-                    writes[storage] = True
-                    self._alive.append(result.untyped_storage())
-        return made, writes
-
-    def _needed(self, storage: int) -> list[int]:
-        """The entries that a storage's values depend on, in order."""
-        needed: set[int] = set()
-        asked = [(storage, len(self._entries))]
-        while asked:
-            storage, before = asked.pop()
-            for number in reversed(self._writers.get(storage, ())):
-                if number >= before:
-                    continue
-                entry = self._entries[number]
-                # The entry that creates the storage is needed for its memory, even if a later one
-                # overwrites it.
-                if number not in needed:
-                    needed.add(number)
-                    asked += [(other, number) for other in entry.reads]
-                if entry.writes[storage]:
-                    first = self._writers[storage][0]
-                    if first not in needed:
-                        needed.add(first)
-                        asked += [(other, first) for other in self._entries[first].reads]
-                    break
-        return sorted(needed)
-
-    def _is_handed_on(
-        self, number: int, needed: list[int], storages: dict[int, torch.UntypedStorage]
-    ) -> bool:
-        """Whether an entry only copies a whole loaded tensor that has no other use, so that the
-        target can take over its memory without a copy.
+        Args:
+            run: computes its results from its arguments.
+            arguments: see :class:`_Entry`.
+            results: what it has returned on the meta device.
+            reads: the tensors whose values before matter.
+            writes: the tensors that it writes to.
+            draws: whether it draws random numbers.
         """
-        entry = self._entries[number]
-        if entry.run is not torch.ops.aten.copy_.default or not all(entry.writes.values()):
-            return False
-        target, source = entry.arguments[0][:2]
-        if not isinstance(source, _View) or target[1:] != source[1:] or source.offset:
-            return False
-        readers = [other for other in needed if source.storage in self._entries[other].reads]
-        if readers != [number] or self._entries[self._writers[source.storage][0]].reads:
-            return False
-        storages[target.storage] = storages[source.storage]
-        return True
+        needs = {self._storages[storage_key_of(x)][0] for x in filter(self.knows, reads)}
+        made = {
+            place: _View.of(x)
+            for place, x in enumerate(results)
+            if isinstance(x, Tensor) and x.is_meta and x.layout is torch.strided
+            if not self.knows(x)
+        }
+        for tensor in [*(results[place] for place in made), *filter(self.knows, writes)]:
+            storage = tensor.untyped_storage()
+            self._storages[storage_key_of(tensor)] = len(self._entries), storage
+        if made or any(map(self.knows, writes)):
+            self._entries.append(_Entry(run, arguments, made, needs, draws))
 
-    def _run(self, number: int, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
         entry = self._entries[number]
         if entry.draws:
             torch.manual_seed(stream_seed(self.seed, "init", number))
-        arguments = pytree.tree_map(
-            lambda leaf: _real_again(leaf, storages),
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._real(leaf, memory),
             entry.arguments,
             is_leaf=lambda leaf: isinstance(leaf, _View | _Real),
         )
-        results = pytree.tree_leaves(entry.run(*arguments[0], **arguments[1]))
-        for leaf in pytree.tree_leaves(arguments) if self._lent else ():
-            # Changed values exist in memory only, and must not be released.
-            if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == version_of(leaf):
-                let_go(leaf)
-        for position, view in entry.results.items():
-            result = results[position]
+        results = pytree.tree_leaves(entry.run(*args, **kwargs))
+        for place, view in entry.results.items():
+            result = results[place]
             if result.stride() != view.stride or result.storage_offset() != view.offset:
                 # Later entries expect the layout of the record.
                 laid_out = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
                 result = laid_out.copy_(result)
-            storages[view.storage] = result.untyped_storage()
+            memory[view.storage] = result.untyped_storage()
+
+    def _real(self, leaf: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
+        """What stands in a record's arguments as a tensor with values.
+
+        Args:
+            leaf: an argument.
+            memory: that of the storages that have values so far.
+        """
+        if isinstance(leaf, _Real):
+            if version_of(leaf.tensor) != leaf.version:
+                raise LayerError(
+                    f"A tensor of shape {tuple(leaf.tensor.shape)} went into the model's initial"
+                    " values in `configure_model` and was changed in place afterwards. Give the"
+                    " model a copy."
+                )
+            return leaf.tensor
+        if not isinstance(leaf, _View):
+            return leaf
+        if leaf.storage not in memory:
+            # The operation overwrites it.
+            _, storage = self._storages[leaf.storage]
+            memory[leaf.storage] = torch.UntypedStorage(storage.nbytes())
+        part = torch.empty(0, dtype=leaf.dtype)
+        return part.set_(memory[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether a tensor covers its whole storage."""
+    size = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
+
+
+# --- what the user's code sees of it ---
+
+# Functions that read a tensor's values without an operation.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class _Promised(Tensor):
@@ -264,13 +262,22 @@ class _Promised(Tensor):
 
     _deferred: DeferredInit
 
-    __torch_function__ = no_torch_function
-
     @staticmethod
     def __new__(cls, data: Tensor, deferred: DeferredInit) -> _Promised:
         self: _Promised = make_subclass(cls, data)
         self._deferred = deferred
         return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with without_torch_function_of_subclasses():
+            if func == Tensor.__deepcopy__:
+                return args[0].clone()
+            if func in _READS or func == Tensor.__reduce_ex__:
+                args = (args[0]._deferred.values(args[0]), *args[1:])
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -280,30 +287,10 @@ class _Promised(Tensor):
         if current_record() is not None:
             with no_dispatch():
                 return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(_Promised, _Promised.loaded, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            _Promised, lambda x: x._deferred.values(x), (args, kwargs)
+        )
         return func(*args, **kwargs)
-
-    def loaded(self) -> Tensor:
-        """The values, on the CPU."""
-        return self._deferred.values(self)
-
-    def tolist(self) -> Any:
-        return self.loaded().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.loaded().numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.loaded().numpy().astype(dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self.clone()
-        copied: Tensor = memo[id(self)]
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.loaded().__reduce_ex__(protocol)
 
 
 @contextmanager
@@ -324,41 +311,34 @@ class _Appearance(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensor = args[0] if args else None
-        if not isinstance(tensor, Tensor) or func not in _APPEARANCES:
+        if func not in _READS and func not in _APPEARANCES:
             return func(*args, **kwargs)
+        tensor, *others = args
         with without_torch_function():
             if not self._deferred.knows(tensor):
                 return func(*args, **kwargs)
-            return _APPEARANCES[func](self._deferred, tensor, *args[1:], **kwargs)
+            if func in _APPEARANCES:
+                return _APPEARANCES[func](tensor, *others, **kwargs)
+            return func(self._deferred.values(tensor), *others, **kwargs)
 
 
-def _moved(deferred: DeferredInit, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # Each stage moves its tensors to its own device later.
     copies = kwargs.pop("copy", False)
     device, dtype, _, memory_format = parse_to(*args, **kwargs)
     if device == _META:
         return tensor.to(device)
-    return tensor.to(
-        dtype=dtype or tensor.dtype, copy=copies, memory_format=memory_format or _PRESERVED
-    )
+    layout = memory_format or torch.preserve_format
+    return tensor.to(dtype=dtype or tensor.dtype, copy=copies, memory_format=layout)
 
 
-def _stays(deferred: DeferredInit, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return tensor
-
-
-_PRESERVED = torch.preserve_format
 _APPEARANCES: dict[Any, Callable[..., Any]] = {
     Tensor.is_meta.__get__: lambda *_: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda *_: True,  # type: ignore[attr-defined]
     Tensor.device.__get__: lambda *_: _CPU,
     Tensor.to: _moved,
-    Tensor.cpu: _stays,
-    Tensor.cuda: _stays,
-    Tensor.tolist: lambda deferred, tensor: deferred.values(tensor).tolist(),
-    Tensor.numpy: lambda deferred, tensor, **how: deferred.values(tensor).numpy(**how),
-    Tensor.__array__: lambda deferred, tensor, *how: deferred.values(tensor).__array__(*how),
+    Tensor.cpu: lambda tensor, **_: tensor,
+    Tensor.cuda: lambda tensor, *_, **__: tensor,
 }
 
 
@@ -369,27 +349,26 @@ def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
     The function draws until all numbers are inside the bounds, and reads values each time to check
     that: without this context, every rank would have to compute every such tensor.
     """
-    name = TRUNCATED_NORMAL
-    original = getattr(nn.init, name, None)
-    if original is None:
-        yield
-        return
+    original = getattr(nn.init, TRUNCATED_NORMAL, None)
 
     def truncated_normal(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
+        assert original is not None
         with without_torch_function():
-            if not deferred.knows(tensor):
-                made: Tensor = original(tensor, *args, generator=generator)
-                return made
-            view = _view_of(tensor)
-            covers = {view.storage: _covers(tensor)}
-            deferred._write(_Entry(original, ((view, *args), {}), {}, covers, frozenset(), True))
+            if deferred.knows(tensor):
+                arguments: Any = (_View.of(tensor), *args), {}
+                reads = [] if _covers(tensor) else [tensor]
+                deferred.add(original, arguments, [], reads, [tensor], draws=True)
+            else:
+                original(tensor, *args, generator=generator)
         return tensor
 
-    setattr(nn.init, name, truncated_normal)
+    if original is not None:
+        setattr(nn.init, TRUNCATED_NORMAL, truncated_normal)
     try:
         yield
     finally:
-        setattr(nn.init, name, original)
+        if original is not None:
+            setattr(nn.init, TRUNCATED_NORMAL, original)
 
 
 class _Operations(OperationMode):
@@ -406,12 +385,8 @@ class _Operations(OperationMode):
         elif not any(map(deferred.knows, tensors)):
             return func(*args, **kwargs)
         changed = written_arguments(func, args, kwargs)
-        # Torch itself copies to the CPU in this way to read values, for a list of them; the user's
-        # own `to` and `cpu` are handled before they get here.
-        wants_values = func is COPY_TO and kwargs.get("device") == _CPU
         if (
-            wants_values
-            or torch.Tag.data_dependent_output in func.tags
+            torch.Tag.data_dependent_output in func.tags
             or torch.Tag.dynamic_output_shape in func.tags
             or any(not tensor.is_meta for tensor in changed)
         ):
@@ -421,77 +396,27 @@ class _Operations(OperationMode):
         # initialised.
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
-        recorded = pytree.tree_map_only(Tensor, self._recorded, (args, kwargs))
+        recorded = pytree.tree_map_only(Tensor, _recorded, (args, kwargs))
         on_meta = pytree.tree_map_only(Tensor, lambda x: x.to(_META), (args, kwargs))
         if "device" in kwargs:
             recorded[1]["device"] = _CPU
             on_meta[1]["device"] = _META
         # The operation has to write to the tensor itself.
         results = func(*on_meta[0], **on_meta[1])
-        leaves = pytree.tree_leaves(results)
-        made, writes = deferred._made_by(leaves)
-        whole = func.overloadpacket.__name__ in _OVERWRITING
         overwritten = set()
-        for tensor in changed:
-            storage = _storage_of(tensor)
-            if storage is None:
-                continue
-            writes[storage] = whole and _covers(tensor)
-            if writes[storage]:
-                overwritten.add(id(tensor))
-        if writes:
-            reads = frozenset(
-                storage
-                for tensor in tensors
-                if id(tensor) not in overwritten and (storage := _storage_of(tensor)) is not None
-            )
-            draws = torch.Tag.nondeterministic_seeded in func.tags
-            deferred._write(_Entry(func, recorded, made, writes, reads, draws))
+        if func.overloadpacket.__name__ in _OVERWRITING:
+            overwritten = {id(tensor) for tensor in changed if _covers(tensor)}
+        reads = [tensor for tensor in tensors if id(tensor) not in overwritten]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        deferred.add(func, recorded, pytree.tree_leaves(results), reads, changed, draws)
         return results
 
     def _with_values(self, tensor: Tensor) -> Tensor:
         return self._deferred.values(tensor) if self._deferred.knows(tensor) else tensor
 
-    def _recorded(self, tensor: Tensor) -> Any:
-        return _view_of(tensor) if tensor.is_meta else _Real(tensor, version_of(tensor))
 
-
-def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor covers its whole storage."""
-    size = tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    if tensor.layout != torch.strided:
-        return None
-    return storage_key_of(tensor)
-
-
-def _view_of(tensor: Tensor) -> _View:
-    storage = _storage_of(tensor)
-    assert storage is not None
-    return _View(
-        storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    )
-
-
-def _part(view: _View, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    part = torch.empty(0, dtype=view.dtype)
-    return part.set_(storages[view.storage], view.offset, view.size, view.stride)
-
-
-def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
-    if isinstance(leaf, _View):
-        return _part(leaf, storages)
-    if isinstance(leaf, _Real):
-        if version_of(leaf.tensor) != leaf.version:
-            raise LayerError(
-                f"A tensor of shape {tuple(leaf.tensor.shape)} went into the model's initial values"
-                " in `configure_model` and was changed in place afterwards. Give the model a copy."
-            )
-        return leaf.tensor
-    return leaf
+def _recorded(tensor: Tensor) -> Any:
+    return _View.of(tensor) if tensor.is_meta else _Real(tensor, version_of(tensor))
 
 
 # The active records, innermost last.
@@ -514,14 +439,9 @@ def give_attributes_values(root: nn.Module, deferred: DeferredInit) -> None:
     """
     for module in root.modules():
         for name, value in list(vars(module).items()):
-            if name in MODULE_TABLES:
-                continue
-            leaves, rebuild = flatten(value)
-            known = [isinstance(leaf, Tensor) and deferred.knows(leaf) for leaf in leaves]
-            if any(known):
+            leaves, rebuild = flatten(value) if name not in MODULE_TABLES else ([], None)
+            known = {id(x) for x in leaves if isinstance(x, Tensor) and deferred.knows(x)}
+            if known and rebuild is not None:
                 vars(module)[name] = rebuild(
-                    [
-                        deferred.values(leaf) if is_known else leaf
-                        for leaf, is_known in zip(leaves, known, strict=True)
-                    ]
+                    [deferred.values(x) if id(x) in known else x for x in leaves]
                 )

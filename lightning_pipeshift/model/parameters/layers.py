@@ -57,25 +57,20 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     if callable(configure):
         return _named_by_user(root, configure())
     layers = _with_state(_open(root, "", _Blocks(root)))
-    while 0 < len(layers) < MOST_OPENED:
-        largest = max(
-            (
-                name
-                for name, layer in layers.items()
-                if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
-            ),
-            key=lambda name: _num_parameters(layers[name]),
-            default=None,
-        )
-        if largest is None:
+    while len(layers) < MOST_OPENED:
+        may_be_opened = [
+            name
+            for name, layer in layers.items()
+            if (len(layers) < at_least or _has_hooks_inside(layer)) and _may_be_opened(layer)
+        ]
+        if not may_be_opened:
             break
-        opened: dict[str, nn.Module] = {}
-        for name, module in layers.items():
-            if name == largest:
-                opened.update(_with_state(_open(module, name, _NoBlocks())))
-            else:
-                opened[name] = module
-        layers = opened
+        largest = max(may_be_opened, key=lambda name: _num_parameters(layers[name]))
+        layers = _with_state(
+            found
+            for name, layer in layers.items()
+            for found in (_open(layer, name, ()) if name == largest else [(name, layer)])
+        )
     return layers
 
 
@@ -159,7 +154,11 @@ class _Blocks:
             if type(module) in self._kinds:
                 continue
             siblings = list(_beside_each_other(module))
-            for kind, alike in _by_class(siblings).items():
+            by_class: dict[type, list[nn.Module]] = {}
+            for sibling in siblings:
+                if _parts(sibling):
+                    by_class.setdefault(type(sibling), []).append(sibling)
+            for kind, alike in by_class.items():
                 if len(alike) > 1 and not _are_wrappers(module, alike):
                     self._kinds.add(kind)
                     self._repeated.update(map(id, alike))
@@ -172,25 +171,24 @@ class _Blocks:
         inner = (id(part) for part in module.modules() if part is not module)
         return type(module) in self._kinds and self._repeated.isdisjoint(inner)
 
-    def are_in(self, module: nn.Module) -> bool:
-        """Whether a module contains blocks, or a list of modules of one class."""
-        return any(
-            child in self or _is_list(child) or self.are_in(child) for child in module.children()
-        )
 
-
-class _NoBlocks(_Blocks):
-    def __init__(self) -> None:
-        self._repeated, self._kinds = set(), set()
-
-
-def _open(module: nn.Module, name: str, blocks: _Blocks) -> Iterator[tuple[str, nn.Module]]:
+def _open(
+    module: nn.Module, name: str, blocks: _Blocks | tuple[()]
+) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if child not in blocks and (type(child) in _CONTAINERS or blocks.are_in(child)):
+        if child not in blocks and (type(child) in _CONTAINERS or _contains_any(child, blocks)):
             yield from _open(child, path, blocks)
         else:
             yield path, child
+
+
+def _contains_any(module: nn.Module, blocks: _Blocks | tuple[()]) -> bool:
+    """Whether a module contains blocks, or a list of modules of one class."""
+    return any(
+        child in blocks or _is_list(child) or _contains_any(child, blocks)
+        for child in module.children()
+    )
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -209,34 +207,16 @@ def _beside_each_other(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
-    """The composite ones among modules."""
-    found: dict[type, list[nn.Module]] = {}
-    for module in modules:
-        if _parts(module):
-            found.setdefault(type(module), []).append(module)
-    return found
-
-
 def _are_wrappers(parent: nn.Module, alike: Sequence[nn.Module]) -> bool:
     """Whether modules of one class are no blocks but contain blocks: the stages of a network, whose
     sizes differ; or an encoder and a decoder; or a network and its copy.
     """
-    if not any(_holds_alike(module) for module in alike):
+    if not any(_contains_any(module, _Blocks(module)) for module in alike):
         return False
     sizes = [_num_parameters(module) for module in alike]
     attributes = set(map(id, parent.children()))
     are_a_pair = len(alike) == 2 and all(id(module) in attributes for module in alike)
     return are_a_pair or max(sizes) > _STAGES_DIFFER * min(sizes)
-
-
-def _holds_alike(module: nn.Module) -> bool:
-    siblings = list(_beside_each_other(module))
-    return (
-        any(len(alike) > 1 for alike in _by_class(siblings).values())
-        or any(map(_is_list, module.children()))
-        or any(map(_holds_alike, siblings))
-    )
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

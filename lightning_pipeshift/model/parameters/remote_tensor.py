@@ -11,10 +11,10 @@ a meta tensor among their inputs.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from lightning_pipeshift.compat.torch_private import (
     make_subclass,
     mark_as_parameter,
     no_dispatch,
+    one_by_one,
     pytree,
     renew_hooks,
     schema_of,
@@ -39,6 +40,14 @@ _NORMS = (
     "Norms of gradients over all stages come from `self.clip_gradients` and"
     " `lightning_pipeshift.grad_norm`."
 )
+# Functions that read values without an operation, and their names in messages. (A format of "" is
+# `repr`.)
+_READS: dict[Any, str] = {
+    Tensor.tolist: "tolist",
+    Tensor.numpy: "numpy",
+    Tensor.__array__: "numpy",
+    Tensor.__format__: "format",
+}
 # They read no more of their further arguments than type and device.
 _READ_KIND = frozenset({Tensor.to, Tensor.type_as})
 _OWN_ATTRIBUTES = frozenset({"_home", PARAMETER_MARK})
@@ -76,19 +85,18 @@ def set_owner_lookup(known: OwnerLookup | None) -> None:
     _known[0] = known
 
 
+@dataclass(slots=True)
 class _Home:
-    """The stages that have the values of some memory; views share it.
-
-    Args:
-        computed_from: see :class:`RemoteTensor`.
-        is_the_models: see :class:`RemoteTensor`.
+    """The stages that have the values of some memory; views share it. For the arguments see
+    :meth:`RemoteTensor.like`.
     """
 
-    __slots__ = ("computed_from", "is_the_models")
+    computed_from: frozenset[str]
+    is_the_models: bool = False
 
-    def __init__(self, computed_from: frozenset[str], is_the_models: bool = False) -> None:
-        self.computed_from = computed_from
-        self.is_the_models = is_the_models
+    def __deepcopy__(self, memo: object) -> _Home:
+        """For a copy of a tensor: user code's own."""
+        return _Home(self.computed_from)
 
 
 class RemoteTensor(Tensor):
@@ -149,12 +157,20 @@ class RemoteTensor(Tensor):
             return _set_data(*args)
         if func == Tensor.device.__get__:
             return _device()
+        if func in _READS and args[1:] != ("",):
+            raise reading(_READS[func], [args[0]])
+        if func == Tensor.data_ptr:
+            # Safetensors, and so `save_pretrained`, would save what is there.
+            raise args[0]._saving("saved, nor its memory be used,")
         if func in _READ_KIND and not isinstance(args[0], RemoteTensor):
             # A tensor of this stage keeps its values, whatever it is converted like.
-            args, kwargs = pytree.tree_map_only(RemoteTensor, _kind_of, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(
+                RemoteTensor,
+                lambda like: torch.empty(0, dtype=like.dtype, device=_device()),
+                (args, kwargs or {}),
+            )
         # Torch's own code still refers to what it writes to, until the function ends.
-        written: list[_Written] = []
-        _writes.under_way.append(written)
+        before, _writes.under_way = _writes.under_way, []
         try:
             with without_torch_function_of_subclasses():
                 result = func(*args, **(kwargs or {}))
@@ -166,9 +182,9 @@ class RemoteTensor(Tensor):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
             absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
-            raise _reading(getattr(func, "__name__", str(func)), absent) from error
+            raise reading(getattr(func, "__name__", str(func)), absent) from error
         finally:
-            _writes.under_way.pop()
+            written, _writes.under_way = _writes.under_way, before
         for tensor, computed_from, function in written:
             if not isinstance(tensor, RemoteTensor):
                 _send_away(tensor, computed_from, function)
@@ -178,52 +194,24 @@ class RemoteTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
-
-    # --- methods that do not dispatch an operation ---
+        kwargs, name = kwargs or {}, schema_of(func).name
+        if name.startswith(FOR_EACH):
+            # Some of the items may be on this stage.
+            return one_by_one(func, *args, **kwargs)
+        if name == "aten::equal" and args[0] is args[1]:
+            return True
+        return _without_values(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, with {_named(self.computed_from)})"
 
-    def tolist(self) -> Any:
-        """Raises LayerError."""
-        refuse_reading("tolist", [self])
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Raises LayerError."""
-        refuse_reading("numpy", [self])
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        refuse_reading("numpy", [self])
-
-    def __format__(self, format_spec: str) -> str:
-        if format_spec:
-            refuse_reading("format", [self])
-        return repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
-        if id(self) in memo:
-            found: RemoteTensor = memo[id(self)]
-            return found
-        copied = memo[id(self)] = RemoteTensor.like(self, self.computed_from)
-        if self.grad is not None:
-            copied.grad = copy.deepcopy(self.grad, memo)
-        own = {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
-        vars(copied).update(copy.deepcopy(own, memo))
-        return copied
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _known[0] is None:
-            # A part of a model that no rank can hold whole, and that remains distributed after the
-            # run.
-            is_parameter = isinstance(self, nn.Parameter)
-            like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
-            return _unpickled, (like, self.computed_from, self.requires_grad, is_parameter)
-        raise self._saving("pickled")
-
-    def data_ptr(self) -> int:
-        """Raises LayerError: safetensors, and so ``save_pretrained``, would save what is there."""
-        raise self._saving("saved, nor its memory be used,")
+        if _known[0] is not None:
+            raise self._saving("pickled")
+        # A part of a model that no rank can hold whole, and that remains distributed after the run.
+        like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
+        fresh = nn.Parameter(like, self.requires_grad) if isinstance(self, nn.Parameter) else like
+        return RemoteTensor.like, (fresh, self.computed_from)
 
     def _saving(self, saved: str) -> LayerError:
         return LayerError(
@@ -234,47 +222,30 @@ class RemoteTensor(Tensor):
         )
 
 
-def _unpickled(
-    like: Tensor, computed_from: frozenset[str], requires_grad: bool, is_parameter: bool
-) -> RemoteTensor:
-    fresh = nn.Parameter(like, requires_grad) if is_parameter else like
-    return RemoteTensor.like(fresh, computed_from)
-
-
 # --- operations ---
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = schema_of(func).name
-    if name.startswith(FOR_EACH):
-        return _for_each(func, args, kwargs)
-    if name == "aten::equal" and args[0] is args[1]:
-        return True
-    leaves, _ = pytree.tree_flatten((args, kwargs))
-    absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
-    if torch.Tag.data_dependent_output in func.tags or (
-        torch.Tag.dynamic_output_shape in func.tags
-    ):
-        refuse_reading(name, absent)
-    return _without_values(func, args, kwargs, absent)
-
-
-def _without_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[RemoteTensor]
-) -> Any:
+def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operation on a stage that lacks its inputs."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
+    absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
+    if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags):
+        raise reading(schema_of(func).name, absent)
     computed_from = _together(func, absent, leaves)
     if torch.Tag.nondeterministic_seeded in func.tags:
         # The stage that has the tensor draws random numbers, so all stages have to.
-        drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
-        if "device" in drawn[1]:
-            drawn[1]["device"] = _device()
-        func(*drawn[0], **drawn[1])
-    plain = [_on_meta(leaf) for leaf in leaves]
-    before = {id(new): old for new, old in zip(plain, leaves, strict=True) if new is not old}
-    before |= {id(leaf): leaf for leaf in absent}
-    plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
+        some_args, some_kwargs = pytree.tree_map_only(Tensor, _some_numbers, (args, kwargs))
+        if "device" in some_kwargs:
+            some_kwargs["device"] = _device()
+        func(*some_args, **some_kwargs)
+    before: dict[int, Tensor] = {}
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        there = tensor if tensor.is_meta else tensor.detach().to("meta")
+        before[id(there)] = tensor
+        return there
+
+    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, on_meta, (args, kwargs))
     if plain_kwargs.get("device") is not None:
         plain_kwargs["device"] = torch.device("meta")
     if "generator" in plain_kwargs:
@@ -283,12 +254,12 @@ def _without_values(
         with no_dispatch():
             result = func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
-        raise _reading(schema_of(func).name, absent) from error
+        raise reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
         if not isinstance(written, RemoteTensor):
-            if not _writes.under_way:
+            if _writes.under_way is None:
                 raise LayerError(_cannot_be_written(computed_from, _short(func)))
-            _writes.under_way[-1].append((written, computed_from, _short(func)))
+            _writes.under_way.append((written, computed_from, _short(func)))
         elif not written._home.is_the_models:
             written._home.computed_from = computed_from
     is_view = any(a.alias_info and not a.alias_info.is_write for a in schema_of(func).arguments)
@@ -299,42 +270,6 @@ def _without_values(
         return before[id(made)] if id(made) in before else RemoteTensor(made, home)
 
     return pytree.tree_map_only(Tensor, standing_for, result)
-
-
-def _kind_of(tensor: RemoteTensor) -> Tensor:
-    """An empty tensor of this stage with the type of another stage's tensor."""
-    return torch.empty(0, dtype=tensor.dtype, device=_device())
-
-
-def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on lists of tensors, of which some may be on this stage, item by item."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
-    length = len(lists[0])
-
-    def part(numbers: Sequence[int]) -> Any:
-        def chosen(argument: Any) -> Any:
-            if isinstance(argument, list | tuple) and len(argument) == length:
-                return [argument[number] for number in numbers]
-            return argument
-
-        return tuple(map(chosen, args)), {key: chosen(value) for key, value in kwargs.items()}
-
-    here, results = [], {}
-    for number in range(length):
-        some_args, some_kwargs = part([number])
-        leaves = pytree.tree_leaves((some_args, some_kwargs))
-        absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
-        if absent:
-            results[number] = _without_values(func, some_args, some_kwargs, absent)
-        else:
-            here.append(number)
-    if here:
-        some_args, some_kwargs = part(here)
-        found = func(*some_args, **some_kwargs)
-        results |= {n: [one] for n, one in zip(here, found or [None] * len(here), strict=True)}
-    if any(result is None or result == [None] for result in results.values()):
-        return None
-    return [results[number][0] for number in range(length)]
 
 
 def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) -> frozenset[str]:
@@ -350,31 +285,13 @@ def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) 
     """
     names = frozenset().union(*(tensor.computed_from for tensor in absent))
     known = _known[0]
-    if known is not None:
-        _refuse_copies(func, names, leaves, known)
-    if known is not None and len(names) > 1 and not known.stages_of(names):
-        places = "; ".join(
-            f"{_named(one)} on {_stages(one)}"
-            for one in dict.fromkeys(tensor.computed_from for tensor in absent)
-        )
-        raise LayerError(
-            f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code "
-            "between the steps can compute with what is on the same stage: with a parameter, its "
-            f"gradient and its copies. {_NORMS} Code that needs the values of several layers "
-            "belongs in `training_step`, or after the run."
-        )
-    return names
-
-
-def _refuse_copies(
-    func: Any, names: frozenset[str], leaves: Iterable[Any], known: OwnerLookup
-) -> None:
+    if known is None:
+        return names
     for leaf in leaves:
         # Other stages have no values of a copy either: each would take the result for a copy of
         # another parameter.
-        if not isinstance(leaf, Tensor) or leaf.is_meta:
-            continue
-        name = known.copied(leaf)
+        is_here = isinstance(leaf, Tensor) and not leaf.is_meta
+        name = known.copied(leaf) if is_here else None
         if name is not None and not known.stages_of({*names, name}):
             raise LayerError(
                 f"`{_short(func)}` takes a copy of {name!r}, and a value computed from "
@@ -384,20 +301,20 @@ def _refuse_copies(
                 "that you train or evaluate in addition to this one must not look like a copy: "
                 "keep it outside of callbacks and the LightningModule, in a global variable, say."
             )
+    if len(names) > 1 and not known.stages_of(names):
+        homes = dict.fromkeys(tensor.computed_from for tensor in absent)
+        places = "; ".join(f"{_named(one)} on {_stages(one)}" for one in homes)
+        raise LayerError(
+            f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code "
+            "between the steps can compute with what is on the same stage: with a parameter, its "
+            f"gradient and its copies. {_NORMS} Code that needs the values of several layers "
+            "belongs in `training_step`, or after the run."
+        )
+    return names
 
 
-def _on_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    if leaf.layout != torch.strided:
-        return leaf.to("meta")
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _some_numbers(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.ones(leaf.shape, dtype=leaf.dtype, device=_device())
+def _some_numbers(like: Tensor) -> Tensor:
+    return torch.ones(like.shape, dtype=like.dtype, device=_device())
 
 
 def _device() -> torch.device:
@@ -413,10 +330,9 @@ _Written = tuple[Tensor, frozenset[str], str]
 
 
 class _Writing(threading.local):
-    """The tensors that the active torch functions have written to, innermost last."""
+    """What the active torch function has written to; ``None`` outside of one."""
 
-    def __init__(self) -> None:
-        self.under_way: list[list[_Written]] = []
+    under_way: list[_Written] | None = None
 
 
 _writes = _Writing()
@@ -488,12 +404,8 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
 # --- messages ---
 
 
-def refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
-    """Raises the LayerError for a function that reads tensors that are on other stages."""
-    raise _reading(function, absent)
-
-
-def _reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
+def reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
+    """The error for a function that reads tensors that are on other stages."""
     names = frozenset().union(*(tensor.computed_from for tensor in absent))
     return LayerError(
         f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "

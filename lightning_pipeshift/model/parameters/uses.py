@@ -28,28 +28,28 @@ from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, swa
 class Slot(NamedTuple):
     """An attribute in the module tree that refers to a parameter or buffer."""
 
-    module: nn.Module
+    table: dict[str, Any]
+    """The module's own, of its parameters or buffers: it takes tensors of any class."""
     name: str
     is_buffer: bool
 
-    def put(self, tensor: Tensor | None) -> None:
-        """Makes the place refer to ``tensor``, whatever its type."""
-        (buffers_of if self.is_buffer else parameters_of)(self.module)[self.name] = tensor  # type: ignore[assignment]
-
     def get(self) -> Tensor | None:
         """The tensor that the place refers to."""
-        return (buffers_of if self.is_buffer else parameters_of)(self.module)[self.name]
+        tensor: Tensor | None = self.table[self.name]
+        return tensor
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
     """Returns every attribute in a module tree that refers to a parameter or buffer."""
-    return [
-        Slot(owner, name, is_buffer)
-        for owner in module.modules()
-        for is_buffer, table in ((False, parameters_of(owner)), (True, buffers_of(owner)))
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
+    found: list[Slot] = []
+    for owner in module.modules():
+        tables: list[tuple[dict[str, Any], bool]] = [
+            (parameters_of(owner), False),
+            (buffers_of(owner), True),
+        ]
+        for table, is_buffer in tables:
+            found += [Slot(table, name, is_buffer) for name, x in table.items() if x is not None]
+    return found
 
 
 @contextmanager
@@ -59,11 +59,11 @@ def substituted(slots: Iterable[Slot], tensor_of: Mapping[int, Tensor]) -> Itera
     try:
         for slot, tensor in before:
             if tensor is not None and id(tensor) in tensor_of:
-                slot.put(tensor_of[id(tensor)])
+                slot.table[slot.name] = tensor_of[id(tensor)]
         yield
     finally:
         for slot, tensor in before:
-            slot.put(tensor)
+            slot.table[slot.name] = tensor
 
 
 @dataclass
@@ -73,15 +73,14 @@ class ParameterUse:
     Args:
         name: its first qualified name.
         parameter: the tensor; the same object for the whole run, whichever stage has its values.
-        slots: all attributes that refer to it.
-        layers: the indices of the layers whose modules refer to it.
+        layers: the indices of the layers whose modules refer to it, and of those in which there are
+            copies of it.
         is_tied: whether several layers, or one and a module outside of layers, refer to it.
-        everywhere: whether it is outside of layers, so that every stage has to hold it.
+        everywhere: whether no layer refers to it, so that every stage has to hold it.
     """
 
     name: str
     parameter: nn.Parameter
-    slots: list[Slot]
     layers: tuple[int, ...]
     is_tied: bool = False
     everywhere: bool = False
@@ -89,16 +88,11 @@ class ParameterUse:
     @property
     def is_shared(self) -> bool:
         """Whether several stages may hold it, and its gradient is then a sum over these."""
-        return self.everywhere or self.own_layer is None
-
-    @property
-    def own_layer(self) -> int | None:
-        """The layer that alone refers to it in its modules, if there is one."""
-        return self.layers[0] if len(self.layers) == 1 and not self.is_tied else None
+        return self.everywhere or self.is_tied or len(self.layers) > 1
 
     def holders(self, stage_of: list[int], num_stages: int) -> list[int]:
         """The stages that hold it, in order, given each layer's stage."""
-        if self.everywhere or not self.layers:
+        if self.everywhere:
             return list(range(num_stages))
         return sorted({stage_of[layer] for layer in self.layers})
 
@@ -123,29 +117,22 @@ def parameter_uses(
         layers: its layers, in call order.
         called: the indices of the layers that a training step calls; by default all.
     """
-    scope_of = _scope_of(root, layers)
-    members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
-    slots: dict[int, list[Slot]] = {}
-    for slot in slots_of(root):
-        if not slot.is_buffer:
-            slots.setdefault(id(slot.get()), []).append(slot)
+    members = [set(map(id, layer.parameters())) for layer in layers]
+    modules = {id(module) for layer in layers for module in layer.modules()}
+    outside = {
+        id(parameter)
+        for module in root.modules()
+        for parameter in module.parameters(recurse=False)
+        if id(module) not in modules
+    }
     uses = []
     for name, parameter in root.named_parameters():
         inside = tuple(i for i, member in enumerate(members) if id(parameter) in member)
-        places = slots[id(parameter)]
-        use = ParameterUse(
-            name,
-            parameter,
-            places,
-            inside,
-            is_tied=len({scope_of[id(slot.module)] for slot in places}) > 1,
-            everywhere=not inside,
-        )
-        uses.append(use)
+        is_tied = len(inside) + (id(parameter) in outside) > 1
+        uses.append(ParameterUse(name, parameter, inside, is_tied, everywhere=not inside))
     use_of = {id(use.parameter): use for use in uses}
     for copied, original in copies_in(root, uses, called):
-        pairs = zip(copied.parameters(), original.parameters(), strict=True)
-        for parameter, other in pairs:
+        for parameter, other in zip(copied.parameters(), original.parameters(), strict=True):
             # User code that combines the two (an average, a momentum update) runs on the stage of
             # the copy.
             use, also = use_of[id(other)], use_of[id(parameter)].layers
@@ -153,26 +140,13 @@ def parameter_uses(
     return uses
 
 
-def _scope_of(root: nn.Module, scopes: Sequence[nn.Module]) -> dict[int, int]:
-    """For each module, the identity of the innermost of the given modules that contains it."""
-    inner = set(map(id, scopes))
-    found: dict[int, int] = {}
-
-    def look(module: nn.Module, scope: int) -> None:
-        if id(module) in found:
-            return
-        scope = id(module) if id(module) in inner else scope
-        found[id(module)] = scope
-        for child in module.children():
-            look(child, scope)
-
-    look(root, 0)
-    return found
+Pair = tuple[nn.Module, nn.Module]
+"""A module that is a copy of another one, and that one."""
 
 
 def copies_in(
     root: nn.Module, uses: Sequence[ParameterUse], called: Container[int] | None
-) -> list[tuple[nn.Module, nn.Module]]:
+) -> list[Pair]:
     """The modules that are copies of others, each with its original: a teacher and its student, a
     momentum encoder and its encoder, an average and the averaged module.
 
@@ -191,46 +165,36 @@ def copies_in(
         if not use.parameter.requires_grad
         or (called is not None and use.layers and not any(layer in called for layer in use.layers))
     }
+    kind_of = {module: _kind_of(module) for module in root.modules()}
     trained: dict[Any, list[nn.Module]] = {}
-    num_idle: dict[Any, int] = {}
-    parent_of: dict[int, nn.Module] = {}
-    for module in root.modules():
-        parent_of.update((id(child), module) for child in module.children())
+    frozen: dict[Any, list[nn.Module]] = {}
+    for module, kind in kind_of.items():
         are_idle = {id(parameter) in idle for parameter in module.parameters()}
-        signature = _signature(module)
-        if are_idle == {False}:
-            trained.setdefault(signature, []).append(module)
-        elif are_idle == {True}:
-            num_idle[signature] = num_idle.get(signature, 0) + 1
+        if len(are_idle) == 1:
+            (frozen if are_idle.pop() else trained).setdefault(kind, []).append(module)
 
-    def are_blocks(parent: nn.Module | None, signature: Any) -> bool:
-        """Whether a list has several blocks of a kind; two may be a student and its teacher."""
-        if not isinstance(parent, _LISTS):
-            return False
-        alike = [child for child in parent.children() if _signature(child) == signature]
-        return len(alike) > 2
+    def pairs_in(module: nn.Module, siblings: Sequence[nn.Module]) -> Iterator[Pair]:
+        """The pairs of a module and its parts.
 
-    def pairs_in(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-        originals: list[nn.Module] = []
-        signature = _signature(module)
-        others, count = trained.get(signature, []), num_idle.get(signature, 0)
-        if count and count <= _MOST_COPIES * len(others) and len(others) <= _MOST_COPIES * count:
-            parent = parent_of.get(id(module))
-            originals = [
-                other
-                for other in others
-                if not (isinstance(parent, _LISTS) and parent_of.get(id(other)) is parent)
-                and all(id(parameter) in idle for parameter in module.parameters())
-            ]
-            if not originals and others and are_blocks(parent, signature):
-                # Neither are its parts copies of those blocks' parts.
+        Args:
+            module: the module.
+            siblings: the elements of the list that it is in.
+        """
+        kind = kind_of[module]
+        originals, copies = trained.get(kind, []), frozen.get(kind, [])
+        if copies and 1 / _MOST_COPIES <= len(originals) / len(copies) <= _MOST_COPIES:
+            if module in copies and (apart := [x for x in originals if x not in siblings]):
+                yield from ((module, original) for original in apart)
                 return
-        yield from ((module, original) for original in originals)
-        if not originals:
-            for child in module.children():
-                yield from pairs_in(child)
+            if sum(kind_of[each] == kind for each in siblings) > 2:
+                # Neither are a block's parts copies of those of blocks beside it. (Two elements may
+                # be a student and its teacher.)
+                return
+        children = list(module.children())
+        for child in children:
+            yield from pairs_in(child, children if isinstance(module, _LISTS) else ())
 
-    return list(pairs_in(root))
+    return list(pairs_in(root, ()))
 
 
 def modules_of_user_code(
@@ -267,7 +231,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _MOST_COPIES = 4
 
 
-def _signature(module: nn.Module) -> Any:
+def _kind_of(module: nn.Module) -> Any:
     return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
 
 
@@ -360,22 +324,18 @@ def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
             before.copy_(value)
 
 
-class flat_weights_forgotten:
+@contextmanager
+def flat_weights_forgotten(*roots: nn.Module) -> Iterator[None]:
     """Context in which recurrent modules hold no weak references to their parameters.
 
     ``nn.LSTM`` and similar modules keep weak references for a fast path, and a tensor with weak
     references cannot be swapped.
     """
-
-    def __init__(self, *roots: nn.Module) -> None:
-        self._modules = [
-            module for root in roots for module in root.modules() if isinstance(module, nn.RNNBase)
-        ]
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            drop_weak_references(module)
-
-    def __exit__(self, *_: object) -> None:
-        for module in self._modules:
+    modules = [each for root in roots for each in root.modules() if isinstance(each, nn.RNNBase)]
+    for module in modules:
+        drop_weak_references(module)
+    try:
+        yield
+    finally:
+        for module in modules:
             make_weak_references(module)

@@ -32,7 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
-from lightning_pipeshift.model.parameters.gradient_box import GradientBox
+from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
@@ -389,7 +389,7 @@ class _Input:
             return self._value
         alias = self._saved.get().detach()
         # Not a leaf of the graph, so that the layer may write to it as in the first run.
-        return GradientBox(alias).open() if self._needs_gradient else alias
+        return like_a_result(alias) if self._needs_gradient else alias
 
 
 class _BuffersBefore:

@@ -15,7 +15,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.gradient_box import added, is_alone
+from lightning_pipeshift.model.parameters.gradients import added, is_alone
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
@@ -311,7 +311,7 @@ class Holdings:
         nodes = kept_by_user(self.root, self._own())
         return {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
 
-    def _changing_kept(self) -> flat_weights_forgotten:
+    def _changing_kept(self) -> AbstractContextManager[None]:
         """Context in which tensors kept by user code may change their memory."""
         nodes = kept_by_user(self.root, self._own())
         modules = [node.value for node in nodes if isinstance(node.value, nn.RNNBase)]

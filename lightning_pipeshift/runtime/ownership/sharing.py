@@ -31,9 +31,8 @@ def shared_weights(
         ((), False, True): bytes_of(buffers.values())
     }
     for use in uses:
-        everywhere = use.everywhere or not use.layers
-        if everywhere or len(use.layers) > 1:
-            key = tuple(sorted(use.layers)), use.parameter.requires_grad, everywhere
+        if use.everywhere or len(use.layers) > 1:
+            key = tuple(sorted(use.layers)), use.parameter.requires_grad, use.everywhere
             sizes[key] = sizes.get(key, 0) + use.parameter.nbytes
     found = []
     for (users, is_trained, everywhere), size in sizes.items():

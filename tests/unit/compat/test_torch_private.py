@@ -192,6 +192,14 @@ def test_operations_have_these_names() -> None:
     assert compat.schema_of(torch.ops.aten._index_put_impl_.default).name == compat.INDEX_PUT
 
 
+def test_an_operation_on_lists_can_run_item_by_item() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    with Operations() as mode:
+        compat.one_by_one(torch.ops.aten._foreach_add_.List, tensors, tensors, alpha=2)
+    assert [compat.schema_of(func).name for func in mode.seen] == ["aten::add_"] * 2
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 2, [3.0] * 3]
+
+
 def test_private_methods_and_attributes_of_tensors_exist() -> None:
     for name in compat.PRIVATE_READS | compat.PRIVATE_QUESTIONS:
         assert hasattr(Tensor, name), name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +78,9 @@ class Exact(nn.Module):
         self.copied = nn.Parameter(self.computed.detach().clone())
         with torch.no_grad():
             self.computed.copy_(torch.ones(3, 4))
+        twin: Any = copy.deepcopy(self.table)
+        self.register_buffer("twin", twin)
+        self.tied_twin = copy.deepcopy(self.tied)
 
 
 def test_values_are_those_of_a_model_made_at_once() -> None:
@@ -223,7 +228,11 @@ def test_a_promise_is_kept_when_it_is_needed_and_not_before() -> None:
     assert loaded == []
     assert deferred.values(module.weight).tolist() == [[5.0] * 4] * 3
     assert loaded == ["weight"]
-    # Where a tensor has values already, they are loaded at once.
+    # Where a tensor has values already, they are loaded at once, and so are those of copies.
+    assert copy.deepcopy({"a": promised})["a"].tolist() == [[5.0] * 4] * 3
+    assert pickle.loads(pickle.dumps(promised)).tolist() == [[5.0] * 4] * 3
+    with deferred.recording():
+        assert copy.deepcopy(promised).sum().item() == 60.0
     with deferred.recording():
         nn.Linear(4, 3).load_state_dict({"weight": promised, "bias": torch.zeros(3)})
         ready = nn.Parameter(torch.from_numpy(np.zeros((3, 4), dtype=np.float32)))

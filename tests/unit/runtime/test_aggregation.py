@@ -39,8 +39,8 @@ def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: b
     """
     layers: list[Any] = [nn.Linear(2, 2, bias=False) for _ in range(3)]
     scale = nn.Parameter(torch.ones(2))
-    uses = [ParameterUse("scale", scale, [], (), everywhere=True)]
-    uses += [ParameterUse(f"{n}", layer.weight, [], (n,)) for n, layer in enumerate(layers)]
+    uses = [ParameterUse("scale", scale, (), everywhere=True)]
+    uses += [ParameterUse(f"{n}", layer.weight, (n,)) for n, layer in enumerate(layers)]
     topology = Topology(((0, 1), (2, 3)))
     groups = gradient_groups(uses, Placement(((0, 3), (1, 2))), topology)
     started: list[int] = []

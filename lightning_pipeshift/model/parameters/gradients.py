@@ -1,0 +1,49 @@
+"""Gradients: how they are added up, and tensors that need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import storage_use_count
+
+
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+# An input that makes autograd record the function above.
+_anchor = torch.zeros((), requires_grad=True)
+
+
+def like_a_result(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that needs a gradient and is no leaf, nor a view or a copy: a
+    layer may write to it in place, as to the result of an earlier layer. Its gradient goes nowhere.
+    """
+    result: Tensor = _Result.apply(_anchor, tensor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nothing else refers to a tensor's memory, so that it may be written to.
+
+    Args:
+        tensor: one to which only the caller refers.
+    """
+    if tensor.requires_grad or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    storage = tensor.untyped_storage()
+    return not tensor.is_inference() and storage_use_count(storage) <= 2
+
+
+def added(total: Tensor, part: Tensor) -> Tensor:
+    """The sum of two gradients; in the memory of the first one, if it is alone there."""
+    return total.add_(part) if is_alone(total) else total + part
