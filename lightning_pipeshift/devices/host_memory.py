@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_pipeshift.devices import streams
 
 _HUGE_PAGE = 2 << 20
-# A constant of Linux; Python has it only on systems that define it.
+# Constants of Linux; Python has them only on systems that define them.
+_LET_GO = getattr(mmap, "MADV_DONTNEED", 4)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 
 
@@ -60,12 +61,21 @@ def _release(finish: Callable[[], None], unpin: Callable[[], None], _: mmap.mmap
     unpin()
 
 
+def let_go(tensor: Tensor) -> None:
+    """Frees the pages of a mapped tensor; they are read again at the next access."""
+    _advise(tensor, mmap.PAGESIZE, _LET_GO)
+
+
 def ask_for_large_pages(tensor: Tensor) -> None:
     """Requests large pages for a tensor that has not been written to yet. The system allocates new
     memory page by page at the first access, which takes longer than copying.
     """
-    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    size = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - begin
+    _advise(tensor, _HUGE_PAGE, _HUGE)
+
+
+def _advise(tensor: Tensor, page: int, advice: int) -> None:
+    """Gives advice on the whole pages of a tensor. Ignoring it does no harm."""
+    begin = -(-tensor.data_ptr() // page) * page
+    size = (tensor.data_ptr() + tensor.nbytes) // page * page - begin
     if size > 0 and sys.platform == "linux":
-        # It is advice: to ignore it does no harm.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _HUGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)

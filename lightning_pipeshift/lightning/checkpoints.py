@@ -27,6 +27,7 @@ from lightning_pipeshift.checkpoint.gather_state import (
     part_of_optimizer_state,
     part_of_state,
 )
+from lightning_pipeshift.checkpoint.sharded import leaves
 from lightning_pipeshift.compat.lightning_private import WrappingCheckpointIO, is_local_path
 from lightning_pipeshift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_pipeshift.lightning.connection import Connection
@@ -292,6 +293,10 @@ class Checkpoints:
             plugin.wait()
             self._require_visible(Path(path))
             checkpoint = plugin.open(path, weights_only, deferred.promise, turn)
+            if Path(path).is_file():
+                for _, owner, name in leaves(checkpoint):
+                    if isinstance(owner[name], torch.Tensor):
+                        deferred.lend(owner[name])
         # Removed, as hooks should see only entries of Lightning's own checkpoints.
         extra = checkpoint.pop(_EXTRA, {})
         self._random_state.continue_from(extra if continues else {})

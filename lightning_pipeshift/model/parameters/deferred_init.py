@@ -14,6 +14,7 @@ values on every rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -108,6 +110,8 @@ class DeferredInit:
         # By storage: the index of the last entry that writes to it, and the storage itself, so that
         # its address is not reused.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        # By storage: the version of the tensor when :meth:`lend` was called.
+        self._lent: dict[int, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -138,6 +142,13 @@ class DeferredInit:
             self.add(load, ((), {}), [tensor])
             return _Promised(tensor, self)
 
+    def lend(self, tensor: Tensor) -> None:
+        """Marks a tensor's memory as a private mapping of a file, so that its pages can be freed
+        after their use: otherwise they would be in memory twice.
+        """
+        if tensor.layout is torch.strided:
+            self._lent[storage_key_of(tensor)] = version_of(tensor)
+
     def values(self, tensor: Tensor) -> Tensor:
         """The values that a tensor would have without deferring: on the CPU, in memory of its own.
 
@@ -158,9 +169,19 @@ class DeferredInit:
             needed |= asked
             asked = set().union(*(self._entries[number].needs for number in asked)) - needed
         memory: dict[int, torch.UntypedStorage] = {}
+        num_uses = Counter(
+            storage
+            for number in needed
+            for storage in {x.storage for x in _leaves(self._entries[number]) if type(x) is _View}
+        )
         with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number in sorted(needed):
-                self._run(number, memory)
+                target, source = self._copied(self._entries[number])
+                if source is not None and num_uses[source] == 1:
+                    # The target takes the memory.
+                    memory[target] = memory[source]
+                else:
+                    self._run(number, memory)
             found: Tensor = self._real(view, memory)
             if found.untyped_storage().nbytes() != found.nbytes:
                 found = found.clone()
@@ -200,6 +221,20 @@ class DeferredInit:
         if made or any(map(self.knows, writes)):
             self._entries.append(_Entry(run, arguments, made, needs, draws))
 
+    def _copied(self, entry: _Entry) -> tuple[Any, int | None]:
+        """The storages of the target and the source of an operation that does no more than copy a
+        tensor as it was loaded to a whole other one; else no source.
+        """
+        if entry.run is not torch.ops.aten.copy_.default or len(entry.needs) != 1:
+            return None, None
+        target, source = entry.arguments[0][:2]
+        (loaded,) = entry.needs
+        is_whole = isinstance(source, _View) and target[1:] == source[1:] and not source.offset
+        if not is_whole or self._entries[loaded].needs:
+            return None, None
+        sizes = {self._storages[x.storage][1].nbytes() for x in (target, source)}
+        return target.storage, source.storage if len(sizes) == 1 else None
+
     def _run(self, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
         entry = self._entries[number]
         if entry.draws:
@@ -210,6 +245,12 @@ class DeferredInit:
             is_leaf=lambda leaf: isinstance(leaf, _View | _Real),
         )
         results = pytree.tree_leaves(entry.run(*args, **kwargs))
+        for leaf in pytree.tree_leaves((args, kwargs)) if self._lent else ():
+            # Changed values exist in memory only, and must not be released.
+            if isinstance(leaf, Tensor) and self._lent.get(storage_key_of(leaf)) == version_of(
+                leaf
+            ):
+                let_go(leaf)
         for place, view in entry.results.items():
             result = results[place]
             if result.stride() != view.stride or result.storage_offset() != view.offset:
@@ -241,6 +282,14 @@ class DeferredInit:
             memory[leaf.storage] = torch.UntypedStorage(storage.nbytes())
         part = torch.empty(0, dtype=leaf.dtype)
         return part.set_(memory[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+
+
+def _leaves(entry: _Entry) -> list[Any]:
+    """What stands in an operation's arguments."""
+    found: list[Any] = pytree.tree_leaves(
+        entry.arguments, is_leaf=lambda leaf: isinstance(leaf, _View | _Real)
+    )
+    return found
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -287,3 +289,46 @@ def test_a_source_that_was_changed_is_an_error() -> None:
     source.add_(1)
     with pytest.raises(LayerError, match="was changed in place afterwards"):
         deferred.values(module.bias)
+
+
+def test_a_parameter_takes_the_memory_of_what_was_loaded_for_it() -> None:
+    deferred = DeferredInit()
+    loaded = {name: torch.randn(3, 2) for name in ("alone", "twice")}
+    with deferred.recording():
+        alone, twice, other = (torch.empty(3, 2) for _ in range(3))
+        promised = {
+            name: deferred.promise(x, lambda x=x: x)  # type: ignore[misc]
+            for name, x in loaded.items()
+        }
+        alone.copy_(promised["alone"])
+        twice.copy_(promised["twice"])
+        other.copy_(promised["twice"]).add_(promised["twice"])
+        twice.add_(other)
+    assert deferred.values(alone).data_ptr() == loaded["alone"].data_ptr()
+    before = loaded["twice"].clone()
+    assert torch.equal(deferred.values(twice), before * 3)
+    assert torch.equal(deferred.values(other), before * 2)
+    assert torch.equal(loaded["twice"], before)
+
+
+def _resident_bytes(path: Path) -> int:
+    """Of the mappings of a file in this process."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", text)
+    return sum(map(int, found)) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the /proc of Linux")
+def test_a_mapped_tensor_leaves_memory_behind_its_use(tmp_path: Path) -> None:
+    path, size = tmp_path / "weights", 1 << 20
+    path.write_bytes(np.arange(size, dtype=np.float32).tobytes())
+    mapped = torch.from_numpy(np.memmap(path, np.float32, "c"))
+    deferred = DeferredInit()
+    with deferred.recording():
+        weight = torch.empty(size)
+        weight.copy_(mapped)
+    assert torch.equal(deferred.values(weight), torch.arange(size, dtype=torch.float32))
+    assert _resident_bytes(path) > 3 * size
+    deferred.lend(mapped)
+    assert torch.equal(deferred.values(weight), torch.arange(size, dtype=torch.float32))
+    assert _resident_bytes(path) < size
