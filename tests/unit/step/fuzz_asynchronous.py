@@ -183,10 +183,13 @@ class _Run:
         setting: how it trains.
         core: the stage's.
         module: the stage's.
+        stages: all of them.
     """
 
-    def __init__(self, program: Program, setting: Setting, core: Core, module: Module) -> None:
-        self._setting, self._core, self._module = setting, core, module
+    def __init__(
+        self, program: Program, setting: Setting, core: Core, module: Module, stages: Stages
+    ) -> None:
+        self._setting, self._core, self._module, self._all = setting, core, module, stages
         self._stage, self._num_stages = core.stage, program.num_stages
         self._minibatches = _minibatches(program)
         self._flight, self._first = Flight(), 0
@@ -195,8 +198,8 @@ class _Run:
         self._reports: dict[int, list[Callable[[], Any]]] = {}
         self._begun: dict[int, SuspendableMicrobatch] = {}
         self._versions = WeightVersions(setting.delays)
-        stages = _stages_of(program, module)
-        self._held = {n: p for n, p in module.named_parameters() if stages[n] == self._stage}
+        trained_at = _stages_of(program, module)
+        self._held = {n: p for n, p in module.named_parameters() if trained_at[n] == self._stage}
         self._versions.follow(self._held.values())
         self._tails = Tails(core, no_one, int(program.keeps_state))
         self._engine = AsynchronousEngine(core, self._tails, self._around)
@@ -210,6 +213,8 @@ class _Run:
             if number in setting.drains:
                 self._drain(number)
             is_empty = self._first == number
+            # A pipeline's notices see to that: no stage begins a minibatch long before the first.
+            self._all.begin(self._stage, self._num_stages)
             self._core.begin(0 if is_empty else self._num_stages - 1)
             self._runs[number] = self._core.num_steps
             row = turn(number, self._stage, self._num_stages, self._first)
@@ -312,7 +317,7 @@ def on_stages(program: Program, setting: Setting, order: int) -> list[Trained]:
         _train_shared_at_one_stage(program, core, module)
 
     def work(stage: int) -> Trained:
-        return _Run(program, setting, cores[stage], modules[stage]).train()
+        return _Run(program, setting, cores[stage], modules[stage], stages).train()
 
     return stages.run_on(cores, work)
 
