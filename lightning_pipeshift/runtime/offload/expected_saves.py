@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping
+from itertools import accumulate
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 
@@ -17,8 +18,7 @@ class ExpectedSaves:
         # Those of each layer: measured, or else expected by the plan.
         self._layers = ChainMap[int, int]({}, {})
         self._forward_bytes = 0
-        self._row: Row = ()
-        self._place = 0
+        self.begin_step(())
         # The last layer that has started in the current action.
         self._layer = -1
 
@@ -29,6 +29,13 @@ class ExpectedSaves:
     def begin_step(self, row: Row) -> None:
         """Called with the actions of a step, and those behind it that are known."""
         self._row, self._place = row, 0
+        self._backward_at = {
+            action.microbatch: place
+            for place, action in enumerate(row)
+            if action.kind is Kind.BACKWARD
+        }
+        # Before each place.
+        self._num_forwards = [0, *accumulate(action.kind is Kind.FORWARD for action in row)]
 
     def begin_action(self, place: int) -> None:
         """Called when an action starts, with its index in the row."""
@@ -61,11 +68,11 @@ class ExpectedSaves:
         """The bytes to leave free for forwards that run before a microbatch's backward; ``None`` if
         it is too early to prefetch what that needs.
         """
-        coming, backward = self._row[self._place :], Action(Kind.BACKWARD, microbatch)
-        if backward not in coming:
+        end = self._backward_at.get(microbatch, -1)
+        if end < self._place:
             return 0
-        current, before = coming[0], coming[: coming.index(backward)]
-        num_forwards = sum(action.kind is Kind.FORWARD for action in before)
+        current = self._row[self._place]
+        num_forwards = self._num_forwards[end] - self._num_forwards[self._place]
         if num_forwards > 1 or current == Action(Kind.FORWARD, microbatch):
             return None
         if num_forwards and current.kind is Kind.FORWARD:
