@@ -29,14 +29,14 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.step.outside_state import LIBRARIES, OutsideState, instructions_from
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard
 from lightning_pipeshift.values.layer_state import NO_STATE
-from lightning_pipeshift.values.value import StepParameter, running, user_line
+from lightning_pipeshift.values.value import StepBuffer, StepParameter, running, user_line
 
 # How many runs with reads are watched before a step may run ahead.
 _WATCHED_RUNS = 2
@@ -307,6 +307,9 @@ class Tails:
         """Whether nothing in an object changes that is not seen, as far as steps are concerned."""
         if isinstance(x, _FIXED):
             return True
+        if isinstance(x, Tensor):
+            # Steps write to values in place; for those of layers see `forbid`.
+            return type(x) in (StepParameter, StepBuffer)
         if isinstance(x, nn.Module):
             return id(x) in self._labels
         if type(x) is tuple:
@@ -315,8 +318,7 @@ class Tails:
             return not (x.__closure__ or x.__defaults__ or vars(x)) or _library_of(x) == "torch"
         if isinstance(x, types.BuiltinFunctionType):
             return isinstance(x.__self__, types.ModuleType | type | None)
-        is_of_lightning = _library_of(type(x)) in LIBRARIES - {"torch"} and not isinstance(x, dict)
-        return type(x) is StepParameter or is_of_lightning
+        return _library_of(type(x)) in LIBRARIES - {"torch"} and not isinstance(x, dict)
 
     def _note(self, name: str, part: Part, changes: bool) -> None:
         self._touched[name] = self._touched.get(name, 0) | 1 << min(part.level, _MOST_PARTS)

@@ -94,6 +94,24 @@ class Mean(Base):
         return loss
 
 
+class Centers(Base):
+    """A buffer of the module that has become a value, written to by index behind a read."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+    def step(self, x: Tensor, number: int) -> Any:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        factor = self.mean.sum()
+        at = int(x.mean().item() > 0)
+        self.mean[at] = 0.9 * self.mean[at] + 0.1 * x.detach().mean()
+        return (x * factor).pow(2).sum()
+
+
 class Draws(Base):
     """A generator of the module."""
 
@@ -212,7 +230,19 @@ class Evaluates(Base):
         return loss
 
 
-RIGHT = [Length, Alias, Mean, Draws, InFunctions, Appends, Metrics, Several, Middle, ManyReads]
+RIGHT = [
+    Length,
+    Alias,
+    Mean,
+    Centers,
+    Draws,
+    InFunctions,
+    Appends,
+    Metrics,
+    Several,
+    Middle,
+    ManyReads,
+]
 RIGHT += [SetsLayer, Evaluates]
 
 
