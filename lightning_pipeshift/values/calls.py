@@ -118,8 +118,7 @@ class Calls(Transfers):
                 continue
             if type(tensor) not in PLACED:
                 if with_gradient and tensor.requires_grad:
-                    self._require_leaf(tensor, call)
-                    self._adopt(tensor, stage)
+                    self._adopt_leaf(tensor, call)
                 elif contract is not None:
                     # Without a contract, a call may be one that fills uninitialised memory.
                     self._note_common(tensor)
@@ -383,12 +382,17 @@ class Calls(Transfers):
         self.accounts[tensor] = account
         self._shared.append((account.memory, user_line()))
 
-    def _require_leaf(self, tensor: Tensor, call: Call) -> None:
-        """Raises LayerError if a common tensor that needs a gradient cannot become a value of the
-        stage that its gradient comes to: others have a part in its gradient.
+    def _adopt_leaf(self, tensor: Tensor, call: Call) -> None:
+        """Makes a common tensor that needs a gradient a value of the stage that its gradient comes
+        to. On the only stage, another one than a plain leaf stays as it is.
+
+        Raises:
+            LayerError: others have a part in its gradient.
         """
         is_plain = type(tensor) is Tensor and tensor.is_leaf
-        if not is_plain or tensor.grad is not None or has_hooks(tensor):
+        if is_plain and tensor.grad is None and not has_hooks(tensor):
+            self._adopt(tensor, call.stage)
+        elif not self._is_alone:
             raise LayerError(
                 f"`{call.label}` ({user_line()}) runs at stage {call.stage} only, and uses a tensor"
                 " that every stage has, and whose gradient would come to that stage only. Make it a"

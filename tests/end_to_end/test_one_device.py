@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError
 from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
@@ -117,6 +118,17 @@ class ByHand(LayersOfItsOwn):
         return loss
 
 
+class PenalisesSlopes(LayersOfItsOwn):
+    """A gradient penalty, whose backward goes through a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, classes = batch
+        features = features.clone().requires_grad_()
+        logits = self(features)
+        (slopes,) = torch.autograd.grad(logits.sum(), features, create_graph=True)
+        return F.cross_entropy(logits, classes) + slopes.norm(dim=1).sub(1).square().mean()
+
+
 class Keeps(LayersOfItsOwn):
     """Code that the run knows nothing of keeps a tensor and uses it when the run is over."""
 
@@ -152,11 +164,28 @@ def training(how: Any, kind: type, accumulate: int = 1) -> Any:
         TiedToTheHead,
         OnlyAParameter,
         ByHand,
+        PenalisesSlopes,
         Keeps,
     ],
 )
 def test_a_step_is_the_users_own(kind: type) -> None:
     compare(training, kind, stages=1, strategy=ALONE)
+
+
+def test_a_gradient_penalty_is_that_of_the_microbatches_as_batches() -> None:
+    whole = list(points(6))
+    halves = [half for each in whole for half in zip(*(x.chunk(2) for x in each), strict=True)]
+    runs = []
+    for how, batches, accumulated in (
+        ({"pipeshift": {"microbatches": 2}}, whole, 1),
+        ({}, halves, 2),
+    ):
+        module = built(PenalisesSlopes)
+        trainer = quiet_trainer(how, max_epochs=2, accumulate_grad_batches=accumulated)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        runs.append(dict(module.named_parameters()))
+    one, other = runs
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
 @pytest.mark.parametrize("kind", [LayersOfItsOwn, DoublesInBackward, TiedToTheHead])
