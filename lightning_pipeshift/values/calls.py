@@ -266,7 +266,9 @@ class Calls(Transfers):
                 )
             account.requires_grad = account.requires_grad or needs_gradient
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
-            if isinstance(target, StepBuffer | StepParameter):
+            # Through a view, too, or through `x.data`.
+            placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
+            if placed:
                 self.writes_placed()
             if isinstance(target, StepBuffer):
                 self.core.move_buffer(target, call.stage, kept)
@@ -274,8 +276,8 @@ class Calls(Transfers):
             account.begin(call.stage, kept)
             if account.name is not None:
                 self._name(account)
-            if target in self.accounts:
-                self.core.writes_to(target)
+            for x in placed:
+                self.core.writes_to(x)
             for other in sharing:
                 if other.owner == call.stage:
                     other.refresh()

@@ -366,6 +366,20 @@ class Buffers(Base):
         self.noted.append(self.mean.tolist())
 
 
+class Clamps(Base):
+    """Some steps keep a parameter outside of layers in bounds, through `data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        if self.global_step % 2:
+            self.temperature.data.clamp_(0.49, 0.51)
+        return self.loss(self(words) / self.temperature, targets)
+
+
 class ReadsAlone(Base):
     """Computes and reads a value on the first rank only, behind the step."""
 
@@ -488,6 +502,7 @@ MODELS = (
     AccumulatesByHand,
     Recomputes,
     Buffers,
+    Clamps,
     Generators,
 )
 
