@@ -670,7 +670,8 @@ def test_a_value_written_to_a_parameter_between_steps_is_refused(
     outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
     said = [each.message for each in outcomes if each.error_type == "LayerError"]
     assert said
-    assert all("in `training_step` (under `torch.no_grad()`), or in `on_be" in x for x in said)
+    # The other stage may have found first that this one has ended.
+    assert any("in `training_step` (under `torch.no_grad()`), or in `on_be" in x for x in said)
 
 
 def test_the_advice_for_such_a_write_works(tmp_path: Path) -> None:
