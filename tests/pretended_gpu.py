@@ -145,10 +145,11 @@ class OnAPretendedGPU(L.Callback):
         if batch_idx == self._first:
             self._gpu.take(*_tensors_of_run(trainer, module))
             self._gpu.take(*pytree.tree_leaves(batch))
+            # First: a message that another stage has sent already is received meanwhile.
+            self._stack.enter_context(self._gpu)
             devices = _devices_of_run(trainer, module, self._gpu, self._is_shared)
             for owner, name, value in devices:
                 self._stack.enter_context(mock.patch.object(owner, name, value))
-            self._stack.enter_context(self._gpu)
         self._gpu.waits.clear()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
