@@ -354,6 +354,12 @@ USES_OF_ONE: Final = 2
 """The :func:`storage_use_count` of one tensor: it, and the Python object of its storage."""
 
 
+def num_other_uses(tensor: Tensor) -> int:
+    """How many other tensors, and other objects, refer to the memory of this one."""
+    storage = tensor.untyped_storage()
+    return storage_use_count(storage) - USES_OF_ONE
+
+
 def mark_as_parameter(tensor: Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` true for a tensor of another subclass, as
     ``nn.Parameter(tensor)`` does for classes that it can make itself.

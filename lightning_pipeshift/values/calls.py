@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
-    USES_OF_ONE,
     base_of,
     has_hooks,
-    storage_use_count,
+    num_other_uses,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -42,7 +41,6 @@ from lightning_pipeshift.values.value import (
     StepBuffer,
     StepParameter,
     Value,
-    between_steps,
     run_by,
     user_line,
     versions_in,
@@ -346,15 +344,25 @@ class Calls(Transfers):
         a value of one stage: others that share its memory would not.
         """
         if not _is_own(tensor, needs_gradient):
-            require_here(tensor)
-            if isinstance(tensor, nn.Parameter) and not self.core.sees_parameters:
-                raise between_steps(label)
+            self._require_no_parameter(tensor, label)
             raise LayerError(
                 f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
                 " stage has, and whose memory other tensors or arrays share, or that needs a"
                 " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
                 " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
                 " operation that returns a new tensor (`torch.where`, `torch.cat`)."
+            )
+
+    def _require_no_parameter(self, tensor: Tensor, label: str) -> None:
+        """Raises LayerError for a tensor that one stage has, or a parameter, between two steps:
+        there they are no values.
+        """
+        require_here(tensor)
+        if isinstance(tensor, nn.Parameter) and not self.core.sees_parameters:
+            raise LayerError(
+                f"`{label}` ({user_line()}) writes a value of a step into a parameter, and runs"
+                " between two steps, where a parameter's bytes are at its own stage only. Do it in"
+                " `training_step` (under `torch.no_grad()`), or in `on_before_optimizer_step`."
             )
 
     def make_value(self, tensor: Tensor, stage: int) -> None:
@@ -364,7 +372,7 @@ class Calls(Transfers):
             LayerError: others that share its memory would not become values.
         """
         if not _is_own(tensor, False):
-            require_here(tensor)
+            self._require_no_parameter(tensor, "x.data = y")
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
                 " and whose memory other tensors or arrays share, or that needs a gradient, or"
@@ -435,7 +443,7 @@ class Calls(Transfers):
 
 def _is_own(tensor: Tensor, needs_gradient: bool) -> bool:
     """Whether a common tensor, with the tensor that it is a view of, has its memory for itself."""
-    storage, base = tensor.untyped_storage(), base_of(tensor)
+    base = base_of(tensor)
     is_view = base is not None and type(base) is Tensor and not needs_gradient
-    is_shared = storage_use_count(storage) > USES_OF_ONE + is_view
+    is_shared = num_other_uses(tensor) > is_view
     return type(tensor) is Tensor and not is_shared and not tensor.requires_grad

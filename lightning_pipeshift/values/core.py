@@ -354,7 +354,7 @@ class Core:
         self._place_forwards()
         # Of the base class, unless another core of this process is in such a context.
         data = Tensor.__dict__.get("data")
-        Tensor.data = SeenData(lambda: self.sees_parameters)  # type: ignore[assignment]
+        Tensor.data = SeenData()  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -232,33 +232,16 @@ DATA: Any = Tensor.data
 """The attribute ``data`` of tensors."""
 
 
-def between_steps(label: str) -> LayerError:
-    """The error for a parameter that gets the bytes of a value where it is a plain tensor."""
-    return LayerError(
-        f"`{label}` ({user_line()}) writes a value of a step into a parameter, and runs between two"
-        " steps, where a parameter's bytes are at its own stage only. Do it in `training_step`"
-        " (under `torch.no_grad()`), or in `on_before_optimizer_step`."
-    )
-
-
 class SeenData:
     """The attribute ``data`` of tensors during a run: torch asks no subclass where a value is
     assigned to it of a tensor that every stage has, and takes the value's memory, which is nowhere.
-
-    Args:
-        sees_parameters: tells whether parameters are of :class:`StepParameter` now.
     """
-
-    def __init__(self, sees_parameters: Callable[[], bool]) -> None:
-        self._sees_parameters = sees_parameters
 
     def __get__(self, tensor: Tensor | None, cls: type | None = None) -> Any:
         return DATA if tensor is None else DATA.__get__(tensor, cls)
 
     def __set__(self, tensor: Tensor, data: Tensor) -> None:
         program = _running[0]
-        if type(data) is Value and isinstance(tensor, nn.Parameter) and not self._sees_parameters():
-            raise between_steps("x.data = y")
         if program is None and type(data) is Value:
             raise LayerError(f"`x.data = y` needs a value of a step where no step runs: {_NO_STEP}")
         if program is None or type(data) not in PLACED or type(tensor) in PLACED:

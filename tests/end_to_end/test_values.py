@@ -612,6 +612,15 @@ def test_the_bits_and_side_effects_of_plain_lightning(
     assert all(each == noted[0] for each in noted)
 
 
+def errors_of(
+    kind: type[Base], folder: Path, error_type: str = "LayerError", **how: Any
+) -> list[str]:
+    """The messages of a run on two stages that fails."""
+    options = {"partition": "uniform"}
+    outcomes = run_ranks(run_all, 2, options, str(folder), [kind], expect_failure=True, **how)
+    return [each.message for each in outcomes if each.error_type == error_type]
+
+
 @pytest.mark.parametrize("kind", [ReadsAlone, ComputesAlone])
 def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path: Path) -> None:
     options = {"partition": "uniform"}
@@ -622,9 +631,7 @@ def test_what_one_rank_does_alone_ends_with_an_error(kind: type[Base], tmp_path:
 
 @pytest.mark.parametrize("kind", [NumbersAlone, TensorsAlone, StepsAlone, Rates])
 def test_ranks_that_run_differently_are_told_both_lines(kind: type[Base], tmp_path: Path) -> None:
-    options = {"partition": "uniform"}
-    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], grace=1, expect_failure=True)
-    found = [each.message for each in outcomes if each.error_type == "LayerError"]
+    found = errors_of(kind, tmp_path, grace=1)
     assert found
     for said in found:
         assert "run different programs" in said
@@ -666,9 +673,7 @@ class AssignsInTime(Assigns):
 def test_a_value_written_to_a_parameter_between_steps_is_refused(
     kind: type[Base], tmp_path: Path
 ) -> None:
-    options = {"partition": "uniform"}
-    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
-    said = [each.message for each in outcomes if each.error_type == "LayerError"]
+    said = errors_of(kind, tmp_path)
     assert said
     # The other stage may have found first that this one has ended.
     assert any("in `training_step` (under `torch.no_grad()`), or in `on_be" in x for x in said)
@@ -700,9 +705,7 @@ class MeetsAloneEarly(MeetsAlone):
 def test_a_collective_of_one_rank_alone_ends_with_its_line(
     kind: type[Base], tmp_path: Path
 ) -> None:
-    options = {"partition": "uniform"}
-    outcomes = run_ranks(run_all, 2, options, str(tmp_path), [kind], expect_failure=True)
-    said = "\n".join(each.message for each in outcomes if each.error_type == "StageFailedError")
+    said = "\n".join(errors_of(kind, tmp_path, "StageFailedError"))
     assert re.search(
         r"waits in `torch.distributed.all_reduce` \(.*test_values\.py:\d+ in on_", said
     )

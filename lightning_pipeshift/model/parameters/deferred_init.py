@@ -172,14 +172,18 @@ class DeferredInit:
         num_uses = Counter(
             storage
             for number in needed
-            for storage in {x.storage for x in _leaves(self._entries[number]) if type(x) is _View}
+            for storage in {
+                argument.storage
+                for argument in pytree.tree_leaves(self._entries[number].arguments, _is_tensor)
+                if isinstance(argument, _View)
+            }
         )
         with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number in sorted(needed):
-                target, source = self._copied(self._entries[number])
-                if source is not None and num_uses[source] == 1:
+                copied = self._copied(self._entries[number])
+                if copied is not None and num_uses[copied[1]] == 1:
                     # The target takes the memory.
-                    memory[target] = memory[source]
+                    memory[copied[0]] = memory[copied[1]]
                 else:
                     self._run(number, memory)
             found: Tensor = self._real(view, memory)
@@ -215,41 +219,40 @@ class DeferredInit:
             if isinstance(x, Tensor) and x.is_meta and x.layout is torch.strided
             if not self.knows(x)
         }
-        for tensor in [*(results[place] for place in made), *filter(self.knows, writes)]:
+        changed = [*(results[place] for place in made), *filter(self.knows, writes)]
+        for tensor in changed:
             storage = tensor.untyped_storage()
             self._storages[storage_key_of(tensor)] = len(self._entries), storage
-        if made or any(map(self.knows, writes)):
+        if changed:
             self._entries.append(_Entry(run, arguments, made, needs, draws))
 
-    def _copied(self, entry: _Entry) -> tuple[Any, int | None]:
-        """The storages of the target and the source of an operation that does no more than copy a
-        tensor as it was loaded to a whole other one; else no source.
+    def _copied(self, entry: _Entry) -> tuple[int, int] | None:
+        """The storages of the target and the source of an operation that only copies a tensor, as
+        it was loaded, to a whole other one; ``None`` for other operations.
         """
         if entry.run is not torch.ops.aten.copy_.default or len(entry.needs) != 1:
-            return None, None
+            return None
         target, source = entry.arguments[0][:2]
         (loaded,) = entry.needs
         is_whole = isinstance(source, _View) and target[1:] == source[1:] and not source.offset
         if not is_whole or self._entries[loaded].needs:
-            return None, None
+            return None
         sizes = {self._storages[x.storage][1].nbytes() for x in (target, source)}
-        return target.storage, source.storage if len(sizes) == 1 else None
+        return (target.storage, source.storage) if len(sizes) == 1 else None
 
     def _run(self, number: int, memory: dict[int, torch.UntypedStorage]) -> None:
         entry = self._entries[number]
         if entry.draws:
             torch.manual_seed(stream_seed(self.seed, "init", number))
         args, kwargs = pytree.tree_map(
-            lambda leaf: self._real(leaf, memory),
-            entry.arguments,
-            is_leaf=lambda leaf: isinstance(leaf, _View | _Real),
+            lambda leaf: self._real(leaf, memory), entry.arguments, is_leaf=_is_tensor
         )
         results = pytree.tree_leaves(entry.run(*args, **kwargs))
         for leaf in pytree.tree_leaves((args, kwargs)) if self._lent else ():
+            is_strided = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            version = self._lent.get(storage_key_of(leaf)) if is_strided else None
             # Changed values exist in memory only, and must not be released.
-            if isinstance(leaf, Tensor) and self._lent.get(storage_key_of(leaf)) == version_of(
-                leaf
-            ):
+            if version is not None and version == version_of(leaf):
                 let_go(leaf)
         for place, view in entry.results.items():
             result = results[place]
@@ -260,10 +263,10 @@ class DeferredInit:
             memory[view.storage] = result.untyped_storage()
 
     def _real(self, leaf: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
-        """What stands in a record's arguments as a tensor with values.
+        """An argument of an operation, with values if it is a tensor.
 
         Args:
-            leaf: an argument.
+            leaf: the argument, as it was recorded.
             memory: that of the storages that have values so far.
         """
         if isinstance(leaf, _Real):
@@ -284,12 +287,9 @@ class DeferredInit:
         return part.set_(memory[leaf.storage], leaf.offset, leaf.size, leaf.stride)
 
 
-def _leaves(entry: _Entry) -> list[Any]:
-    """What stands in an operation's arguments."""
-    found: list[Any] = pytree.tree_leaves(
-        entry.arguments, is_leaf=lambda leaf: isinstance(leaf, _View | _Real)
-    )
-    return found
+def _is_tensor(argument: Any) -> bool:
+    """Whether an operation's recorded argument is a tensor."""
+    return isinstance(argument, _View | _Real)
 
 
 def _covers(tensor: Tensor) -> bool:

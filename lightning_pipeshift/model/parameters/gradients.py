@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import storage_use_count
+from lightning_pipeshift.compat.torch_private import num_other_uses
 
 
 class _Result(torch.autograd.Function):
@@ -40,8 +40,7 @@ def is_alone(tensor: Tensor) -> bool:
     """
     if tensor.requires_grad or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
-    storage = tensor.untyped_storage()
-    return not tensor.is_inference() and storage_use_count(storage) <= 2
+    return not tensor.is_inference() and num_other_uses(tensor) <= 0
 
 
 def added(total: Tensor, part: Tensor) -> Tensor:

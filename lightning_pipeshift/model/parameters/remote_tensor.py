@@ -27,11 +27,11 @@ from lightning_pipeshift.compat.torch_private import (
     make_subclass,
     mark_as_parameter,
     no_dispatch,
+    num_other_uses,
     one_by_one,
     pytree,
     renew_hooks,
     schema_of,
-    storage_use_count,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError, PipeShiftError, some_of
@@ -330,7 +330,7 @@ _Written = tuple[Tensor, frozenset[str], str]
 
 
 class _Writing(threading.local):
-    """What the active torch function has written to; ``None`` outside of one."""
+    """The tensors that the active torch function has written to; ``None`` if none is active."""
 
     under_way: list[_Written] | None = None
 
@@ -339,17 +339,17 @@ _writes = _Writing()
 
 
 def _send_away(tensor: Tensor, computed_from: frozenset[str], function: str) -> None:
-    """Makes a tensor an ``RemoteTensor``, with all tensors that share its memory."""
+    """Makes a tensor a ``RemoteTensor``, with all tensors that share its memory."""
     known = _known[0]
     refusal = _cannot_be_written(computed_from, function)
     if known is not None and known.is_held(tensor):
         raise LayerError(refusal)
     aliases = {id(tensor): tensor}
     for afresh in (False, True):
-        if _num_references(tensor) != len(aliases) and known is not None:
+        if num_other_uses(tensor) != len(aliases) - 1 and known is not None:
             kept = [tensor, *known.aliases(tensor, afresh)]
             aliases = {id(alias): alias for alias in kept}
-    if _num_references(tensor) != len(aliases):
+    if num_other_uses(tensor) != len(aliases) - 1:
         # Another reference would keep the old values.
         raise LayerError(refusal)
     for alias in aliases.values():
@@ -357,14 +357,6 @@ def _send_away(tensor: Tensor, computed_from: frozenset[str], function: str) -> 
             swap(alias, RemoteTensor.like(alias, computed_from))
         except RuntimeError as error:
             raise LayerError(refusal) from error
-
-
-def _num_references(tensor: Tensor) -> int:
-    """How many tensors, and other objects, refer to the memory of this one."""
-    # The storage object created here counts as one. It has to exist while torch counts: in versions
-    # of torch after 2.7 it persists by itself, before that it does not.
-    storage = tensor.untyped_storage()
-    return storage_use_count(storage) - 1
 
 
 def _cannot_be_written(computed_from: frozenset[str], function: str) -> str:

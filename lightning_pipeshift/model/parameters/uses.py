@@ -187,8 +187,8 @@ def copies_in(
                 yield from ((module, original) for original in apart)
                 return
             if sum(kind_of[each] == kind for each in siblings) > 2:
-                # Neither are a block's parts copies of those of blocks beside it. (Two elements may
-                # be a student and its teacher.)
+                # A list of more than two alike modules holds the blocks of one network, no copies.
+                # The same is true of their parts. Two may be a student and its teacher.
                 return
         children = list(module.children())
         for child in children:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import USES_OF_ONE, counted_writes, storage_use_count
+from lightning_pipeshift.compat.torch_private import counted_writes, num_other_uses
 from lightning_pipeshift.devices.host_memory import pinned_like
 from lightning_pipeshift.devices.streams import is_asynchronous, on_this_device
 from lightning_pipeshift.errors import LayerError
@@ -246,7 +246,7 @@ class Mailbox:
             data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else nothing
             strides, is_view = None, False
         else:
-            is_view = _is_view(content)
+            is_view = num_other_uses(content) > 0
             data, strides = packed(content.detach())
         is_on_host = data.device.type == "cpu"
         if data.numel() <= self.room_bytes * is_on_host:
@@ -258,7 +258,7 @@ class Mailbox:
     def _in_buffer(self, to: int, content: Tensor) -> _Packed:
         """The content of a message that another stage copies from a buffer of this one."""
         self._give_back()
-        is_view = _is_view(content)
+        is_view = num_other_uses(content) > 0
         data, strides = packed(content.detach())
         size = data.numel().bit_length()
         said = pickle.dumps((size, data.numel(), self._end(to, size).write([data])))
@@ -709,11 +709,6 @@ class Mailbox:
         self._give_back()
         for end in self._ends.values():
             end.close()
-
-
-def _is_view(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return storage_use_count(storage) > USES_OF_ONE
 
 
 def _direction(key: Key) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""What a stage is about to save: by its place in its row of a schedule, and by what each layer has
-saved so far.
+"""The bytes of tensors that a stage's next layers and forwards are expected to save for backwards,
+from its place in its row of a schedule and from the bytes that each layer has saved so far.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing
 from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_at
-from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, may_wait
+from lightning_pipeshift.runtime.offload.weight_memory import Weight, may_wait
 
 _CHECKED_STEPS: Final = 2
 """How many steps of a run compare the weights that leave the device with those on the host."""
@@ -134,7 +135,7 @@ class WaitingWeights:
             for parameter in own[index]:
                 known = before.get(id(parameter))
                 if known is None or not is_at(parameter, known.host):
-                    if not may_wait(parameter) or not is_alone(parameter):
+                    if not may_wait(parameter) or num_other_uses(parameter) > 0:
                         continue
                     # Not by the parameter itself: who refers to it weakly keeps it from moving to
                     # another stage.

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
+from lightning_pipeshift.compat.torch_private import num_other_uses, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.host_copies import is_dense
 
@@ -115,7 +115,7 @@ class Weight:
         tensors may be views of the weight.
         """
         self._require_equal_aliases()
-        has_values, self.is_shared = self.is_shared, not is_alone(self.device)
+        has_values, self.is_shared = self.is_shared, num_other_uses(self.device) > 0
         if self.is_shared and not has_values:
             self.device.untyped_storage().resize_(self.host.nbytes)
             self.device.copy_(self.host)
@@ -145,10 +145,3 @@ def _sampled(tensor: Tensor, number: int | None) -> list[Tensor]:
     num_rows = everything.numel() // length
     rows = everything[: num_rows * length].view(num_rows, length)
     return [rows[:, begin : begin + _LINE_BYTES], everything[num_rows * length :]]
-
-
-def is_alone(parameter: Tensor) -> bool:
-    """Whether no other tensor has a parameter's memory."""
-    storage = parameter.untyped_storage()
-    # The parameter's own reference, and the variable's.
-    return storage_use_count(storage) <= 2
