@@ -16,6 +16,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch import Tensor
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm import channels, lane
 from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.waits import complete
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
@@ -68,6 +70,8 @@ _CALLS: list[tuple[Any, str, str]] = [
 ]
 
 
+# Of no message.
+_NEVER_SENT = 1 << 30
 _OTHER_TAGS = {lane._FIRST_TAG + 2 * channels._SHARED}
 
 
@@ -194,7 +198,10 @@ def expect(fault: Fault, old_owner: int) -> None:
         nonlocal has_come
         lasts = fault.point in IN_THE_COMPUTE and fault.strike is Strike.DIES
         if lasts and mine == old_owner and moment == Point.BEFORE_THE_STATE.value:
-            threading.Event().wait()
+            # As on a slow link: what waits for it ends with the run, and says why.
+            peer = fault.rank if fault.rank != mine else (mine + 1) % dist.get_world_size()
+            with suppress(RuntimeError):
+                complete(dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT))
         if mine != fault.rank or moment != fault.point.value or has_come:
             return
         has_come = True

@@ -6,16 +6,12 @@ connections of their own, while both stages compute. In a synchronous schedule:
 1. The move is prepared during a whole step: the targets of all tensors, and memory for them.
 2. As soon as a stage has taken its optimizer step, it sends the weights: the stages before it are
    still at their last backwards.
-3. The new owner owns the layer from the cut-over microbatch of the next step on, the first one
-   unless another is asked for. Earlier microbatches run on the old owner, forward and backward. A
-   gate of the new owner waits only for the weights of its own layer, and they arrive in the order
-   in which they are needed. After its last forward the old owner compares the values it has sent
-   with the present ones, as user code may have run in between.
-4. Optimizer states, which the patent does not mention, and gradients are not needed before the end
-   of that step: the states are sent after the weights, and the gradients when the old owner's last
-   backward is over. The new owner adds its own microbatches' gradients to them one by one, so the
-   sum has the same bits as without a move. The old owner frees nothing before the new owner has
-   acknowledged that it has everything.
+3. The new owner owns the layer from the next step on. A call of the layer waits only for that
+   layer's weights, and they arrive in the order in which they are needed. The old owner compares
+   the values it has sent with the present ones, as user code may have run in between.
+4. Optimizer states, which the patent does not mention, and gradients from before the step are not
+   needed before its end: they are sent after the weights. The old owner frees nothing before the
+   new owner has acknowledged that it has everything.
 """
 
 from __future__ import annotations
@@ -50,7 +46,6 @@ from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.timeline.recording import What
 
-# The gradient from before the step, and that of the old owner's microbatches.
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4
 
