@@ -480,6 +480,9 @@ hooks_with_kwargs_of: Callable[[nn.Module], dict[int, bool]] = attrgetter(
 """The numbers of the forward hooks that take keyword arguments."""
 
 
+FORWARD_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+"""The attributes of a module with its hooks, by number. Each call of the module gets them."""
+
 _HOOK_TABLES: Final = tuple(
     f"_forward_{kind}"
     for kind in ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs")

@@ -193,8 +193,7 @@ class SuspendableMicrobatch(Microbatch):
         if self._tails is not None and self._tails.current is not None:
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
-            name, buffers = self.core.names[number], self.core.buffers[number]
-            self._tails.use(f"layer {name}", bool(buffers))
+            self._tails.use_layer(number)
 
 
 class Flight:

@@ -31,10 +31,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import FORWARD_HOOKS
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.step.outside_state import LIBRARIES, OutsideState, instructions_from
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.layer_contracts import is_heard
+from lightning_pipeshift.values.layer_contracts import is_heard, makes_weights
 from lightning_pipeshift.values.layer_state import NO_STATE
 from lightning_pipeshift.values.value import StepBuffer, StepParameter, running, user_line
 
@@ -156,9 +157,6 @@ class Tails:
             if state:
                 name = f"{core.names[number]}.{state[0].path}.{state[0].name}".replace("..", ".")
                 self._hinder(f"runs a layer that changes its attribute `{name}`", "Return it")
-            if any(is_heard(module) for _, module in core.modules[number]):
-                what = f"calls forward hooks of the layer `{core.names[number]}`"
-                self._hinder(what, "Remove them")
         if self._has_read and self._hindrance[0]:
             self.reason, advice = self._hindrance
             self._say(
@@ -256,7 +254,20 @@ class Tails:
             what = f"uses {self._outside.unseen}, where changes are not seen, on both sides"
             self._hinder(f"{what} of a read", "Keep it in an attribute of the module")
 
-    # --- attributes ---
+    # --- layers and attributes ---
+
+    def use_layer(self, number: int) -> None:
+        """The running step calls a layer."""
+        core = self._core
+        name = core.names[number]
+        if any(is_heard(module) for _, module in core.modules[number]):
+            self._call_hooks(f"layer `{name}`")
+        self.use(f"layer {name}", bool(core.buffers[number]))
+
+    def _call_hooks(self, of: str) -> None:
+        # Another microbatch's step may have added them, for a call of its own, and waits in it. And
+        # nothing tells what they change.
+        self.forbid(f"calls forward hooks of the {of}", "Remove them")
 
     def use_attribute(self, module: nn.Module, name: str, sets: bool) -> None:
         """Code gets or sets an attribute of a module."""
@@ -268,8 +279,12 @@ class Tails:
         if id(module) not in self._seen or name == "training":
             if sets:
                 self.forbid(f"sets the attribute `{label}`", "Set it between steps")
+            return
+        table = object.__getattribute__(module, "__dict__")
+        if name in FORWARD_HOOKS:
+            if not all(map(makes_weights, table[name].values())):
+                self._call_hooks(f"module `{self._labels[id(module)]}`")
         elif name not in NO_STATE:
-            table = object.__getattribute__(module, "__dict__")
             value = table.get(name, table["_buffers"].get(name))
             self.use(label, sets, self._is_fixed(value))
 

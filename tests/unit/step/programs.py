@@ -322,7 +322,7 @@ LAYERS: dict[str, tuple[type[nn.Module], float]] = {
     )
 }
 # What makes a program keep something from one microbatch to the next, or draw at one stage.
-_KEEPS = ("Batched", "Keeping", "self.count", "self.queue", ".backward()")
+_KEEPS = ("Batched", "Keeping", "self.count", "self.queue", "forward_hook", ".backward()")
 _DRAWS = ("Dropped", "dropout", "bernoulli")
 
 
