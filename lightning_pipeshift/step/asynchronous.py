@@ -751,9 +751,6 @@ class AsynchronousPipeline(Pipeline):
             loss = outcome.loss
             if loss is not None and loss.requires_grad:
                 microbatch.root = self._weighed(loss, losses, 0, given)
-            else:
-                # No backward follows, and so no gradient comes.
-                microbatch.first_gradient = None
 
         seed, live = stream_seed("train", given.step_number), self._flight.live
         core.step_number = given.step_number

@@ -96,7 +96,7 @@ class SuspendableMicrobatch(Microbatch):
         if self._tails is not None:
             self._tails.end_step()
         if self.saves is not None:
-            self.saves.end_forward([*self.ends, *self.plain([self.root])])
+            self.saves.end_forward([*self.ends_of(self.root), *self.plain([self.root])])
         self.is_done = True
 
     def advance(self) -> None:
@@ -134,6 +134,13 @@ class SuspendableMicrobatch(Microbatch):
         later stage, so that the last stage runs all steps in their order.
         """
         return key.kind in (Carries.READ, Carries.TOLD) and key.source > self.stage
+
+    @property
+    def first_gradient(self) -> tuple[Key, Place] | None:
+        """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
+        graph = self.graph_of(self.root)
+        first = None if graph is None else graph.first
+        return None if first is None else (first.key, first.place)
 
     @property
     def may_be_passed(self) -> bool:
@@ -282,9 +289,6 @@ class Engine:
                 if with_backward:
                     # An operation of the program: every stage has a part in it.
                     microbatch.root = find_root(result, turn)
-                if microbatch.root is None:
-                    # No backward follows, and so no gradient comes.
-                    microbatch.first_gradient = None
                 return result
 
             microbatch = SuspendableMicrobatch(

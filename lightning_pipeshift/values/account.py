@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key
+from lightning_pipeshift.values.gradients import Graph
 
 
 class Memory:
@@ -65,7 +66,7 @@ class Account:
         memory: shared with the value's views.
         has_left: whether consumers elsewhere have used it with its gradient: ``link`` may be
             another tensor with the same memory then.
-        era: when it was computed, by the backwards of its step; ``None``: at no certain time.
+        graph: what its gradient is a part of; ``None`` for a leaf that nothing has used so far.
         name: the run, the microbatch and the number of the value in it; ``None``: a parameter.
         sent_at: at the owner: how often the tensor had been written to when it was sent first.
         seen: here, what another stage has sent for a read; it may be of a write before.
@@ -74,7 +75,7 @@ class Account:
     __slots__ = (
         "__weakref__",
         "_num_writes",
-        "era",
+        "graph",
         "has_left",
         "holders",
         "last",
@@ -94,7 +95,7 @@ class Account:
         self.requires_grad = requires_grad
         self.memory = Memory() if memory is None else memory
         self.memory.accounts.append(weakref.ref(self))
-        self.era: tuple[int, int, int] | None = None
+        self.graph: Graph | None = None
         self.name: tuple[int, int, int] | None = None
         self.seen: tuple[int, Tensor] | None = None
         self.begin(owner, tensor)

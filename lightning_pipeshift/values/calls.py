@@ -33,6 +33,7 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
+from lightning_pipeshift.values.gradients import Graph
 from lightning_pipeshift.values.program import require_here
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
@@ -212,7 +213,12 @@ class Calls(Transfers):
         )
 
     def _made(
-        self, call: Call, spec: Spec, tensor: Tensor | None, before: Sequence[Value]
+        self,
+        call: Call,
+        spec: Spec,
+        tensor: Tensor | None,
+        before: Sequence[Value],
+        graph: Graph | None = None,
     ) -> Value:
         """The value of a tensor that a call has made.
 
@@ -221,6 +227,7 @@ class Calls(Transfers):
             spec: of the tensor.
             tensor: at the call's stage.
             before: the values of the call's tensors before this one.
+            graph: of what needs a gradient; ``None``: that of the arguments.
         """
         memory = None
         if spec.shares is not None:
@@ -228,7 +235,8 @@ class Calls(Transfers):
             shared = before[-1 - at] if is_new else call.arguments.tensors[at]
             memory = self.account_of(shared).memory if type(shared) in PLACED else None
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
-        account.era = self._era
+        if spec.requires_grad:
+            account.graph = self.joined(call) if graph is None else graph
         if tensor is not None:
             # A layer may return a buffer, and write to it later.
             self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
@@ -245,8 +253,10 @@ class Calls(Transfers):
         written: dict[int, bool],
     ) -> Any:
         values: list[Value] = []
+        has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
+        graph = self.joined(call) if has_gradient else None
         for spec, tensor in zip(specs, new, strict=True):
-            values.append(self._made(call, spec, tensor, values))
+            values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():
             target = call.arguments.tensors[at]
             if type(target) not in PLACED:
@@ -263,6 +273,9 @@ class Calls(Transfers):
                     " that returns a new one (`torch.cat`, `torch.where`)."
                 )
             account.requires_grad = account.requires_grad or needs_gradient
+            if needs_gradient and graph is not None:
+                for each in (account, *(x for x in sharing if x.requires_grad)):
+                    each.graph = graph if each.graph is None else graph.join(each.graph)
             kept = here.get(at, account.tensor) if self.stage == call.stage else None
             # Through a view, too, or through `x.data`.
             placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
@@ -431,7 +444,6 @@ class Calls(Transfers):
             return
         spec = spec_of(tensor)
         account = self.new_account(stage, spec.requires_grad, None, Memory())
-        account.era = self._era if spec.requires_grad else None
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.

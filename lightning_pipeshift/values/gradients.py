@@ -3,11 +3,12 @@
 A value that was sent with its gradient has one node of autograd at each end. A token, a tensor
 without a meaning, runs through all nodes of a microbatch at a stage: so one call of the engine
 reaches them all, and autograd runs them, and everything between them, in the reverse order of the
-program.
+program. Values that no gradient connects are in graphs of their own, with a token each.
 """
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,14 @@ class Letters(Protocol):
 
     mailbox: Mailbox
 
+    def gradient_key(self, source: int, serial: int) -> Key:
+        """That of a gradient's message in the backward that comes now.
+
+        Args:
+            source: the stage that sends it.
+            serial: of the use of the value, in the program.
+        """
+
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message."""
 
@@ -32,15 +41,85 @@ class Way(NamedTuple):
 
     Args:
         letters: sends or receives it.
-        key: of its message.
+        source: the stage that sends it.
+        serial: of the use of the value, in the program.
         place: of the operation that used the value, in the program.
         to: the stage that it goes to.
     """
 
     letters: Letters
-    key: Key
+    source: int
+    serial: int
     place: Place
     to: int
+
+    @property
+    def key(self) -> Key:
+        """That of its message."""
+        return self.letters.gradient_key(self.source, self.serial)
+
+
+class Graph:
+    """Values that are connected by their gradients: what one backward goes through, and uses up.
+    Every stage has the same graphs; here is what this stage has of one.
+
+    Args:
+        step: the run and the microbatch that it belongs to.
+    """
+
+    __slots__ = ("__weakref__", "_into", "_latest", "is_used", "step", "tokens")
+
+    def __init__(self, step: tuple[int, int]) -> None:
+        self.step = step
+        self.tokens: list[Tensor] = []
+        """The ends of chains of nodes: together they reach all of this stage's links."""
+        self.is_used = False
+        """Whether a backward has gone through it, or its step is over."""
+        self._latest: tuple[int, Way | None] = -1, None
+        self._into: Graph | None = None
+
+    @property
+    def whole(self) -> Graph:
+        """The graph that this one is a part of by now."""
+        graph = self
+        while graph._into is not None:
+            graph = graph._into
+        return graph
+
+    @property
+    def first(self) -> Way | None:
+        """How the gradient comes that this stage's backward waits for first; ``None`` if it can
+        begin.
+        """
+        return self._latest[1]
+
+    def add(self, token: Tensor, way: Way, is_received: bool) -> None:
+        """Adds one of this stage's links.
+
+        Args:
+            token: its end of the chain.
+            way: of its gradient.
+            is_received: whether that comes to this stage.
+        """
+        self.tokens.append(token)
+        self._latest = way.serial, way if is_received else None
+
+    def join(self, other: Graph) -> Graph:
+        """Makes two graphs one; returns it."""
+        one, other = self.whole, other.whole
+        if one is other:
+            return one
+        other._into = one
+        one.tokens += other.tokens
+        other.tokens.clear()
+        # The backward runs the latest link first.
+        one._latest = max(one._latest, other._latest, key=itemgetter(0))
+        return one
+
+    def end(self) -> None:
+        """A backward has gone through it, or its step is over."""
+        self.is_used = True
+        self.tokens.clear()
 
 
 class _FromLater(torch.autograd.Function):

@@ -385,10 +385,8 @@ class Microbatch(Calls):
             )
         self.note("backward")
         self._require_new(loss, "backward")
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
-        if self._has_ends:
-            roots, gradients = [self._token], [torch.zeros_like(self._token)]
+        graph, roots = self.graph_of(loss), list(self.ends_of(loss))
+        gradients: list[Tensor | None] = [torch.zeros_like(token) for token in roots]
         link: Tensor | None = loss
         if type(loss) in PLACED:
             account = self.account_of(loss)
@@ -427,12 +425,7 @@ class Microbatch(Calls):
         if self._is_alone:
             # There is no other way back than autograd's, which tells if it was used up.
             return
-        self._num_backwards += 1
-        self._end_era()
-        self._new_token()
-        for tensor, account in self.accounts.items():
-            account.refresh()
-            self._begin_parameter(tensor, account)
+        self.end_graph(graph)
 
 
 def _described(tensor: Tensor) -> Any:

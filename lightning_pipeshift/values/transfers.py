@@ -15,7 +15,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
+from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.arguments import (
     Arguments,
@@ -23,7 +23,12 @@ from lightning_pipeshift.values.arguments import (
     given,
 )
 from lightning_pipeshift.values.functions import NUMBERS
-from lightning_pipeshift.values.gradients import Way, gradient_from_later, gradient_to_earlier
+from lightning_pipeshift.values.gradients import (
+    Graph,
+    Way,
+    gradient_from_later,
+    gradient_to_earlier,
+)
 from lightning_pipeshift.values.program import NotedProgram
 from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import (
@@ -38,6 +43,7 @@ from lightning_pipeshift.values.value import (
 )
 
 if TYPE_CHECKING:
+    from lightning_pipeshift.values.calls import Call
     from lightning_pipeshift.values.core import Core
 
 
@@ -52,7 +58,6 @@ class Transfers(NotedProgram):
         super().__init__(core, run_number, turn)
         self.accounts: dict[Tensor, Account] = {}
         self._num_values = 0
-        self._end_era()
         self._is_alone = core.mailbox.num_stages == 1
         self._living: list[weakref.ref[Value]] = []
         """On the only stage, all values."""
@@ -62,7 +67,12 @@ class Transfers(NotedProgram):
         """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._shared: list[tuple[Memory, str]] = []
         """The memory that `x.data = y` has given to parameters, and the user's lines."""
-        self._new_token()
+        self._graphs: list[weakref.ref[Graph]] = []
+        self._token: Tensor | None = None
+        """What all chains of links begin with."""
+        self.gradients_to_later: tuple[int, int, str] | None = None
+        """The first stage that sends a gradient to a later stage, the last stage that receives such
+        a gradient, and the operation or layer that uses the value there."""
 
     def release(self) -> None:
         """Lets go of all tensors. On the only stage, values that other code still has become their
@@ -80,7 +90,11 @@ class Transfers(NotedProgram):
                 # What autograd has saved cannot be swapped, but what shares its memory can.
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
-        self._new_token()
+        for each in self._graphs:
+            if (graph := each()) is not None:
+                graph.end()
+        self._graphs.clear()
+        self._token = None
         self._require_unshared()
         self.accounts.clear()
 
@@ -102,19 +116,61 @@ class Transfers(NotedProgram):
                 )
         self._shared.clear()
 
-    @property
-    def ends(self) -> list[Tensor]:
-        """Where gradients of other stages enter this stage's graph."""
-        return [self._token] if self._has_ends else []
+    # --- graphs ---
 
-    def _new_token(self) -> None:
-        self._token = torch.zeros((), device=self.core.device, requires_grad=True)
-        self._has_ends = False
-        self.gradients_to_later: tuple[int, int, str] | None = None
-        """The first stage that sends a gradient to a later stage, the last stage that receives such
-        a gradient, and the operation or layer that uses the value there."""
-        self.first_gradient: tuple[Key, Place] | None = None
-        """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
+    def graph_of(self, loss: Any) -> Graph | None:
+        """What a backward of a loss goes through; ``None`` if that is at no other stage."""
+        if type(loss) not in PLACED:
+            return None
+        graph = self.account_of(loss).graph
+        return None if graph is None else graph.whole
+
+    def ends_of(self, loss: Any) -> list[Tensor]:
+        """Where the gradients of a loss enter this stage's part of its graph from other stages."""
+        graph = self.graph_of(loss)
+        return [] if graph is None else graph.tokens
+
+    def joined(self, call: Call) -> Graph | None:
+        """The graph of what a call returns that needs a gradient: those of its arguments, which it
+        makes one. A leaf that no other stage has used is in none: its gradients are summed where it
+        is, by as many backwards as there are.
+        """
+        if self._is_alone:
+            return None
+        used = range(len(call.arguments.tensors)) if call.contract is None else call.contract.used
+        tensors = [call.arguments.tensors[at] for at in used]
+        found: Graph | None = None
+        for tensor in (*tensors, *(x for _, x in call.parameters)):
+            account = tensor.account if isinstance(tensor, Value) else self.accounts.get(tensor)
+            if account is None or account.graph is None or not account.requires_grad:
+                continue
+            found = account.graph.whole if found is None else found.join(account.graph)
+        return found or self._new_graph()
+
+    def _new_graph(self) -> Graph:
+        graph = Graph((self._run_number, self.turn))
+        self._graphs.append(weakref.ref(graph))
+        return graph
+
+    def gradient_key(self, source: int, serial: int) -> Key:
+        """See :class:`Letters`."""
+        return Key(source, self._run_number, self.turn, Kind.GRADIENT, self._num_backwards, serial)
+
+    def end_graph(self, graph: Graph | None) -> None:
+        """A backward has gone through a graph. An optimizer may change the parameters now."""
+        if graph is not None:
+            graph.end()
+        self.gradients_to_later = None
+        self._num_backwards += 1
+        for tensor, account in self.accounts.items():
+            account.refresh()
+            self._begin_parameter(tensor, account)
+            if account.graph is not None:
+                # Its gradient has come, or is not the sum that it would be in plain PyTorch.
+                account.graph.whole.end()
+                account.graph = None
+
+    # --- bytes ---
 
     def account_of(self, tensor: Tensor) -> Account:
         """The account of a value or a parameter."""
@@ -167,16 +223,16 @@ class Transfers(NotedProgram):
 
     def _require_new(self, tensor: Tensor, label: str) -> None:
         """Raises LayerError for a value whose way back an earlier backward has used."""
-        if isinstance(tensor, Value) and tensor.account.era not in (None, self._era):
+        graph = tensor.account.graph if isinstance(tensor, Value) else None
+        if graph is None:
+            return
+        if graph.whole.is_used or graph.step != (self._run_number, self.turn):
             raise LayerError(
-                f"`{label}` ({user_line()}) needs the gradient of a value that was computed before"
-                " an earlier `backward`, or in an earlier step. With several stages a `backward`"
-                " uses up all ways back: compute the value again, `detach()` it, or call `backward`"
-                " once for the sum of the losses."
+                f"`{label}` ({user_line()}) needs the gradient of a value that an earlier"
+                " `backward` has gone through, or of an earlier step. With several stages a"
+                " `backward` uses up all that is connected with its loss: compute the value again,"
+                " `detach()` it, or call `backward` once for the sum of the losses."
             )
-
-    def _end_era(self) -> None:
-        self._era = self._run_number, self.turn, self._num_backwards
 
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
         key = self._key(account.owner, Kind.VALUE)
@@ -216,7 +272,7 @@ class Transfers(NotedProgram):
         last, account.last = account.last, stage
         account.has_left = True
         account.memory.has_returned |= stage == account.owner
-        key = self._key(stage, Kind.GRADIENT)
+        serial = self._key(stage, Kind.GRADIENT).serial
         if stage < last:
             first, end, where = self.gradients_to_later or (last, stage, "")
             if stage < first or last > end:
@@ -225,17 +281,24 @@ class Transfers(NotedProgram):
             self.gradients_to_later = min(first, stage), max(end, last), where
         if self.stage not in (last, stage):
             return
-        way = Way(self, key, self._place(label), last)
-        self._has_ends = True
+        way = Way(self, stage, serial, self._place(label), last)
+        if account.graph is None:
+            account.graph = self._new_graph()
+        graph = account.graph.whole
+        if graph.tokens:
+            token = graph.tokens.pop()
+        else:
+            if self._token is None:
+                self._token = torch.zeros((), device=self.core.device, requires_grad=True)
+            token = self._token
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
-                self._token = gradient_from_later(self._token, account.link, way)
-                self.first_gradient = key, way.place
+                token = gradient_from_later(token, account.link, way)
             else:
                 assert account.tensor is not None
-                self._token, account.link = gradient_to_earlier(self._token, account.tensor, way)
-                self.first_gradient = None
+                token, account.link = gradient_to_earlier(token, account.tensor, way)
+        graph.add(token, way, is_received=self.stage == last)
 
     def new_account(
         self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None

@@ -287,6 +287,29 @@ class Adversarial(Base):
         return torch.optim.Adam(front, lr=0.01), torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
+class AdversarialOnce(Adversarial):
+    """In the order of PyTorch's tutorial for GANs: what is made once is used detached, in front of
+    one backward, and with its gradient behind that.
+    """
+
+    def training_step(self, batch: Any, _: int) -> None:
+        words, targets = batch
+        optimizers: Any = self.optimizers()
+        maker, judge = optimizers
+        made = self.embedding(words) * self.scale
+        for block in self.blocks:
+            made = block(made)
+        judge.zero_grad()
+        judged = self.loss(self.head(made.detach()), targets)
+        self.manual_backward(judged)
+        judge.step()
+        maker.zero_grad()
+        fooled = -self.loss(self.head(made), targets)
+        self.manual_backward(fooled)
+        maker.step()
+        self.noted.append((judged.item(), fooled.item()))
+
+
 class AccumulatesByHand(Base):
     """Manual optimization that steps every second batch."""
 
@@ -499,6 +522,7 @@ MODELS = (
     Branches,
     Generates,
     Adversarial,
+    AdversarialOnce,
     AccumulatesByHand,
     Recomputes,
     Buffers,

@@ -260,8 +260,6 @@ class _Run:
                 for stage in range(self._num_stages - 1)
             ]
             microbatch.root = loss
-            if loss is None:
-                microbatch.first_gradient = None
 
         microbatch = self._begun[number] = SuspendableMicrobatch(
             self._core,

@@ -1098,10 +1098,14 @@ def _hooked(make: _Maker) -> Iterator[Any]:
 
 
 def _backward(make: _Maker) -> Iterator[Any]:
-    """A loss on the way; what is used behind it is computed anew."""
+    """A loss on the way. What is used behind it is computed anew, or has no part in it."""
     if make._depth or not make.by_hand:
         return
     x = make.x()
+    if make.pick(True, False):
+        at = make.pick(*make.layer_numbers())
+        yield f"(self.layers[{at}]({x}.detach()).pow(2).mean() / self.num_microbatches).backward()"
+        return
     new = make.new("x")
     yield f"(self.layers[0]({x}).pow(2).mean() / self.num_microbatches).backward()"
     yield f"{new} = {x}.detach()"

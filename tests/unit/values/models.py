@@ -325,6 +325,25 @@ class ByHand(Model):
         return loss.detach()
 
 
+class Adversary(Model):
+    """A backward between a value and its use, as in a GAN: of a loss that the value, detached, has
+    a part in, and of one that it has none in; and two losses, the earlier one first.
+    """
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        made = self.hidden(words)
+        (self.loss(made.detach().tanh(), targets) / MICROBATCHES).backward()
+        early, late = (self.blocks[at](self.blocks[2](made.detach() * at)) for at in (3, 0))
+        (early.pow(2).mean() / MICROBATCHES).backward()
+        (late.pow(2).mean() / MICROBATCHES).backward()
+        loss = self.loss(made, targets)
+        (loss / MICROBATCHES).backward()
+        return loss.detach()
+
+
 class Attacks(Model):
     """The gradient of a tensor that the step makes itself, and that layers of two stages use."""
 
@@ -507,6 +526,7 @@ MODELS: dict[str, type[Model]] = {
         Keeps,
         Casts,
         ByHand,
+        Adversary,
         Attacks,
         Hooks,
         Frozen,
@@ -770,7 +790,7 @@ def shared_by_two(model: Model, rank: int, words: Tensor) -> Tensor:
 
 def second_backward(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.hidden(words)
-    model.blocks[3](x.detach()).sum().backward()
+    model.blocks[3](x).sum().backward()
     return model.blocks[3](x).sum()
 
 
