@@ -44,7 +44,12 @@ from lightning_pipeshift.values.layer_contracts import (
     kind_of,
     set_flags,
 )
-from lightning_pipeshift.values.layer_state import Attribute, Watch, shared_buffers
+from lightning_pipeshift.values.layer_state import (
+    Attribute,
+    Watch,
+    replaced_parameters,
+    shared_buffers,
+)
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import (
@@ -111,6 +116,8 @@ class Core:
         self._foreign: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         self.states: list[list[Attribute]] = [[] for _ in self.layers]
         """The attributes that each layer changes when it is called, as far as they are known."""
+        self.replaced: list[tuple[Attribute, ...]] = [()] * len(self.layers)
+        """Where other tensors are in the places of each layer's parameters now."""
         self._families = [
             tuple((name, type(module)) for name, module in modules) for modules in self.modules
         ]
@@ -259,13 +266,14 @@ class Core:
         its attributes.
         """
         watch, layer, state = self._watches[number], self.layers[number], self.states[number]
-        if watch is None or watch.look():
+        if watch is None or watch.look() or watch.are_parameters_replaced():
             if watch is None:
                 watch = self._watches[number] = self.watch(number, layer)
             if self.add_state(number, watch.values):
                 return self.kind_of(number)
             self.find_flagged(number)
-            kind = kind_of(layer, self._own[number], state)
+            self.replaced[number] = tuple(replaced_parameters(layer))
+            kind = self.replaced[number], kind_of(layer, self._own[number], state)
             if kind not in self._kinds:
                 self._num_kinds += 1
                 _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)

@@ -26,6 +26,7 @@ from lightning_pipeshift.compat.torch_private import (
     FLAT_WEIGHTS,
     MODULE_TABLES,
     buffers_of,
+    parameters_of,
 )
 from lightning_pipeshift.values.arguments import is_node, parts_of
 from lightning_pipeshift.values.value import Value, version_in
@@ -61,27 +62,46 @@ class Attribute(NamedTuple):
         path: the module's name in the layer.
         name: the attribute's.
         is_buffer: whether it is a buffer.
+        is_parameter: whether it stands in a parameter's place.
     """
 
     path: str
     name: str
     is_buffer: bool
+    is_parameter: bool = False
 
     def get(self, layer: nn.Module) -> Any:
         """Its value; ``_Missing`` if there is none."""
-        module = layer.get_submodule(self.path)
-        table = _buffers_of(module) if self.is_buffer else module.__dict__
+        table = self._table(layer)
+        # That of a `ScriptModule` is no dictionary.
+        table = table if isinstance(table, dict) else dict(table.items())
         return table.get(self.name, _Missing.ATTRIBUTE)
 
     def set(self, layer: nn.Module, value: Any) -> None:
         """Sets it, or removes it: code may ask for it with ``hasattr``."""
-        module = layer.get_submodule(self.path)
-        # That of a `ScriptModule` takes new values, too.
-        table: dict[str, Any] = buffers_of(module) if self.is_buffer else module.__dict__
+        table = self._table(layer)
         if value is _Missing.ATTRIBUTE:
             table.pop(self.name, None)
         else:
             table[self.name] = value
+
+    def _table(self, layer: nn.Module) -> Any:
+        module = layer.get_submodule(self.path)
+        if self.is_parameter:
+            return parameters_of(module)
+        return buffers_of(module) if self.is_buffer else module.__dict__
+
+
+def replaced_parameters(layer: nn.Module) -> list[Attribute]:
+    """Where a layer has other tensors in the places of parameters, for one call
+    (``torch.func.functional_call``).
+    """
+    return [
+        Attribute(path, name, False, is_parameter=True)
+        for path, module in layer.named_modules()
+        for name, x in parameters_of(module).items()
+        if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+    ]
 
 
 class Watch:
@@ -115,6 +135,7 @@ class Watch:
         names: list[str] = []
         values: list[Any] = []
         self._watched = tables, names, values
+        self._parameters: tuple[list[Any], list[str], list[Any]] = [], [], []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
@@ -133,6 +154,11 @@ class Watch:
                     self._marks[attribute] = mark_of(x)
                     if isinstance(x, Value):
                         self.values.add(attribute)
+            own_parameters = parameters_of(module)
+            if isinstance(own_parameters, dict):
+                for name, x in own_parameters.items():
+                    for each, part in zip(self._parameters, (own_parameters, name, x), strict=True):
+                        each.append(part)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
                 look = partial(_versions, buffers)
@@ -164,6 +190,15 @@ class Watch:
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
         return all(look() == before for look, before in self._contents)
+
+    def are_parameters_replaced(self) -> bool:
+        """Whether others are in the places of parameters than when it last looked."""
+        tables, names, before = self._parameters
+        now = list(map(dict.get, tables, names))
+        if all(map(is_, now, before)):
+            return False
+        self._parameters = tables, names, now
+        return True
 
     def look(self) -> set[Attribute]:
         """Returns the attributes that have changed."""
@@ -243,14 +278,18 @@ def with_state(
     """
 
     def run(state: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        own = [(each, each.get(layer)) for each in attributes if each.is_parameter]
         for attribute, value in zip(attributes, state, strict=True):
             attribute.set(layer, value)
         try:
             result = forward(*args, **kwargs)
+            after = tuple(attribute.get(layer) for attribute in attributes)
         finally:
+            for attribute, value in own:
+                attribute.set(layer, value)
             changed.update(watch.look())
         others = tuple((attribute, attribute.get(layer)) for attribute in sorted(changed))
-        return result, tuple(attribute.get(layer) for attribute in attributes), others
+        return result, after, others
 
     return run
 

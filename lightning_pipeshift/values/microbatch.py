@@ -207,7 +207,10 @@ class Microbatch(Calls):
         core = self.core
         stage, layer = core.owners(number, self.turn), core.layers[number]
         hooked, (kind, watch) = core.hooked(number), core.kind_of(number)
-        state, recomputes = core.states[number], self._recomputes
+        state: Sequence[Attribute] = core.states[number]
+        if core.replaced[number]:
+            state = *state, *core.replaced[number]
+        recomputes = self._recomputes
         # Most layers change no attributes, and have no hooks inside.
         is_bare = not state and not hooked
         all_args = args if is_bare else (tuple(each.get(layer) for each in state), *args)
@@ -295,7 +298,7 @@ class Microbatch(Calls):
                 changed = watch.look()
             if contract is not None and changed:
                 names = ", ".join(
-                    f"`{path}.{name}`".replace("`.", "`") for path, name, _ in changed
+                    f"`{path}.{name}`".replace("`.", "`") for path, name, *_ in changed
                 )
                 raise LayerError(
                     f"`{label}` has changed its attribute {names}, which it did not in its run"

@@ -612,6 +612,16 @@ class PassesAPackedSequence(Classifier):
         return result
 
 
+class ReplacesParameters(Habit):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for layer in (self.second, self.third):
+            doubled = {name: 2 * value for name, value in layer.named_parameters()}
+            hidden = torch.func.functional_call(layer, doubled, (hidden,))
+        result: Tensor = self.last(hidden)
+        return result
+
+
 HABITS: dict[str, Callable[[], Classifier]] = {
     habit.__name__: habit
     for habit in (
@@ -643,6 +653,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         SumsAttributesOfLayers,
         LooksAtAttributesOfLayers,
         CollectsByHooks,
+        ReplacesParameters,
         EvaluatesInAStep,
         EvaluatesPartsInAStep,
         ChangesByHooks,
@@ -811,16 +822,6 @@ class HasHookOnContainer(Habit):
         return result
 
 
-class ReplacesParameters(Habit):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        for layer in (self.second, self.third):
-            doubled = {name: 2 * value for name, value in layer.named_parameters()}
-            hidden = torch.func.functional_call(layer, doubled, (hidden,))
-        result: Tensor = self.last(hidden)
-        return result
-
-
 def error_of(make: Callable[[], Any]) -> str:
     # A stage that fails first is named by the others, with its error.
     with pytest.raises((LayerError, StageFailedError)) as caught:
@@ -830,7 +831,6 @@ def error_of(make: Callable[[], Any]) -> str:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (HasHookOnContainer, "Register the hook on its layers"),
-    (ReplacesParameters, "`functional_call`"),
 ]
 
 

@@ -325,6 +325,26 @@ class ByHand(Model):
         return loss.detach()
 
 
+class MadeWeights(Model):
+    """Weights for one call of a layer: what layers at other stages have made, with their gradient;
+    what every stage has; and a leaf.
+    """
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.hidden(words)
+        assert self.head is not None
+        block: Any = self.blocks[0]
+        weights = dict(block.named_parameters())
+        made = {name: w + 0.01 * x.mean((0, 1)).sum() for name, w in weights.items()}
+        x = torch.func.functional_call(block, made, (x,))
+        some = {name: torch.full_like(w, 0.1) for name, w in list(weights.items())[:1]}
+        x = x + torch.func.functional_call(block, some, (x.detach(),))
+        leaf = torch.zeros(WORDS, requires_grad=True)
+        logits = torch.func.functional_call(self.head, {"bias": leaf + x.mean()}, (block(x),))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Adversary(Model):
     """A backward between a value and its use, as in a GAN: of a loss that the value, detached, has
     a part in, and of one that it has none in; and two losses, the earlier one first.
@@ -526,6 +546,7 @@ MODELS: dict[str, type[Model]] = {
         Keeps,
         Casts,
         ByHand,
+        MadeWeights,
         Adversary,
         Attacks,
         Hooks,
