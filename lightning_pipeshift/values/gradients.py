@@ -65,15 +65,17 @@ class Graph:
 
     Args:
         step: the run and the microbatch that it belongs to.
+        used_at: for what has a part in a graph that is used up: the operation or layer that used
+            it, and the user's line.
     """
 
-    __slots__ = ("__weakref__", "_into", "_latest", "is_used", "step", "tokens")
+    __slots__ = ("__weakref__", "_into", "_latest", "is_used", "step", "tokens", "used_at")
 
-    def __init__(self, step: tuple[int, int]) -> None:
-        self.step = step
+    def __init__(self, step: tuple[int, int], used_at: str = "") -> None:
+        self.step, self.used_at = step, used_at
         self.tokens: list[Tensor] = []
         """The ends of chains of nodes: together they reach all of this stage's links."""
-        self.is_used = False
+        self.is_used = bool(used_at)
         """Whether a backward has gone through it, or its step is over."""
         self._latest: tuple[int, Way | None] = -1, None
         self._into: Graph | None = None

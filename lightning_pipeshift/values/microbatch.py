@@ -387,7 +387,7 @@ class Microbatch(Calls):
                 " the losses; compute second derivatives inside of one layer."
             )
         self.note("backward")
-        self._require_new(loss, "backward")
+        self.require_unused(loss)
         graph, roots = self.graph_of(loss), list(self.ends_of(loss))
         gradients: list[Tensor | None] = [torch.zeros_like(token) for token in roots]
         link: Tensor | None = loss

@@ -144,6 +144,9 @@ class Transfers(NotedProgram):
             account = tensor.account if isinstance(tensor, Value) else self.accounts.get(tensor)
             if account is None or account.graph is None or not account.requires_grad:
                 continue
+            if self._is_used(account):
+                where = account.graph.whole.used_at or f"`{call.label}` ({user_line()})"
+                return Graph((self._run_number, self.turn), where)
             found = account.graph.whole if found is None else found.join(account.graph)
         return found or self._new_graph()
 
@@ -211,8 +214,7 @@ class Transfers(NotedProgram):
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
             self._require_as_sent(account, label)
-        if with_gradient and account.requires_grad:
-            self._require_new(tensor, label)
+        if with_gradient and account.requires_grad and not self._is_used(account):
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
@@ -221,17 +223,23 @@ class Transfers(NotedProgram):
             return _marked(found)
         return found
 
-    def _require_new(self, tensor: Tensor, label: str) -> None:
-        """Raises LayerError for a value whose way back an earlier backward has used."""
-        graph = tensor.account.graph if isinstance(tensor, Value) else None
-        if graph is None:
-            return
-        if graph.whole.is_used or graph.step != (self._run_number, self.turn):
+    def _is_used(self, account: Account) -> bool:
+        """Whether a backward has gone through the graph of a value, or its step is over."""
+        graph = account.graph
+        return graph is not None and (
+            graph.whole.is_used or graph.step != (self._run_number, self.turn)
+        )
+
+    def require_unused(self, loss: Tensor) -> None:
+        """Raises LayerError for a loss that has a part in a graph which is used up."""
+        if isinstance(loss, Value) and self._is_used(loss.account):
+            assert loss.account.graph is not None
+            where = loss.account.graph.whole.used_at or f"`backward` ({user_line()})"
             raise LayerError(
-                f"`{label}` ({user_line()}) needs the gradient of a value that an earlier"
-                " `backward` has gone through, or of an earlier step. With several stages a"
-                " `backward` uses up all that is connected with its loss: compute the value again,"
-                " `detach()` it, or call `backward` once for the sum of the losses."
+                f"{where} needs the gradient of a value that an earlier `backward` has gone"
+                " through, or of an earlier step. With several stages a `backward` uses up all that"
+                " is connected with its loss: compute the value again, `detach()` it, or call"
+                " `backward` once for the sum of the losses."
             )
 
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:

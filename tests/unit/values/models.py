@@ -359,6 +359,8 @@ class Adversary(Model):
         early, late = (self.blocks[at](self.blocks[2](made.detach() * at)) for at in (3, 0))
         (early.pow(2).mean() / MICROBATCHES).backward()
         (late.pow(2).mean() / MICROBATCHES).backward()
+        # What is used up may be looked at, also together with what is not.
+        self.noted.append((early.mean() + late.mean() + made.mean()).item())
         loss = self.loss(made, targets)
         (loss / MICROBATCHES).backward()
         return loss.detach()
