@@ -378,7 +378,7 @@ class TrainingSteps:
             step: Lightning's step with a closure.
         """
         if not self._is_automatic:
-            return self._step_by_hand(closure, step)
+            return self._step_by_hand(optimizer, closure, step)
 
         def then_hidden() -> Any:
             result = closure()
@@ -392,7 +392,10 @@ class TrainingSteps:
         return result
 
     def _step_by_hand(
-        self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
         program = running()
 
@@ -407,6 +410,7 @@ class TrainingSteps:
                 return step(in_step)
         finally:
             program.gradients = None
+            program.step_parameters(x for group in optimizer.param_groups for x in group["params"])
 
     def _around_step_hooks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context in which functions that are called after the optimizer's step see gradients of

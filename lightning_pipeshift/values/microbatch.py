@@ -379,14 +379,14 @@ class Microbatch(Calls):
         """Runs this stage's part of the backward. Every rank calls this; arguments as those of
         ``Tensor.backward``.
         """
-        has_options = create_graph or retain_graph or inputs is not None
+        has_options = create_graph or inputs is not None
         if not self._is_alone and (has_options or isinstance(gradient, Value)):
             raise LayerError(
-                "`backward` with `create_graph`, `retain_graph`, `inputs` or a gradient that one"
+                "`backward` with `create_graph`, `inputs` or a gradient that one"
                 " stage owns is not supported across layers. Call `backward` once for the sum of"
                 " the losses; compute second derivatives inside of one layer."
             )
-        self.note("backward")
+        self.note("backward", bool(retain_graph))
         self.require_unused(loss)
         graph, roots = self.graph_of(loss), list(self.ends_of(loss))
         gradients: list[Tensor | None] = [torch.zeros_like(token) for token in roots]
@@ -428,7 +428,7 @@ class Microbatch(Calls):
         if self._is_alone:
             # There is no other way back than autograd's, which tells if it was used up.
             return
-        self.end_graph(graph)
+        self.end_graph(graph, is_kept=bool(retain_graph))
 
 
 def _described(tensor: Tensor) -> Any:

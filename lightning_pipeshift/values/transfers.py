@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,17 +159,35 @@ class Transfers(NotedProgram):
         """See :class:`Letters`."""
         return Key(source, self._run_number, self.turn, Kind.GRADIENT, self._num_backwards, serial)
 
-    def end_graph(self, graph: Graph | None) -> None:
-        """A backward has gone through a graph. An optimizer may change the parameters now."""
-        if graph is not None:
-            graph.end()
+    def end_graph(self, graph: Graph | None, is_kept: bool) -> None:
+        """A backward has gone through a graph.
+
+        Args:
+            graph: the graph.
+            is_kept: whether another one may follow.
+        """
         self.gradients_to_later = None
         self._num_backwards += 1
-        for tensor, account in self.accounts.items():
+        if graph is not None and not is_kept:
+            graph.end()
+            self._renew_parameters(self.accounts, of_open_graphs=False)
+
+    def step_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer has changed these parameters: copies at other stages are old, and a backward
+        through their uses so far would go on with them.
+        """
+        mine = [x for x in parameters if x in self.accounts]
+        self._renew_parameters(mine, of_open_graphs=True)
+
+    def _renew_parameters(self, parameters: Iterable[Tensor], of_open_graphs: bool) -> None:
+        for tensor in parameters:
+            account = self.accounts[tensor]
+            is_open = account.graph is not None and not self._is_used(account)
+            if is_open and not of_open_graphs:
+                continue
             account.refresh()
             self._begin_parameter(tensor, account)
             if account.graph is not None:
-                # Its gradient has come, or is not the sum that it would be in plain PyTorch.
                 account.graph.whole.end()
                 account.graph = None
 

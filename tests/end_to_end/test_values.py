@@ -307,7 +307,7 @@ class AdversarialOnce(Adversarial):
         fooled = -self.loss(self.head(made), targets)
         self.manual_backward(fooled)
         maker.step()
-        self.noted.append((judged.item(), fooled.item()))
+        self.noted.append((judged.item(), (judged + fooled).item()))
 
 
 class AccumulatesByHand(Base):

@@ -366,6 +366,20 @@ class Adversary(Model):
         return loss.detach()
 
 
+class Retains(Model):
+    """Two losses of what layers have in common, one backward each."""
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        made = self.hidden(words)
+        loss, other = self.loss(made, targets), self.blocks[1](made).pow(2).mean()
+        (other / MICROBATCHES).backward(retain_graph=True)
+        (loss / MICROBATCHES).backward()
+        return (loss + other).detach()
+
+
 class Attacks(Model):
     """The gradient of a tensor that the step makes itself, and that layers of two stages use."""
 
@@ -550,6 +564,7 @@ MODELS: dict[str, type[Model]] = {
         ByHand,
         MadeWeights,
         Adversary,
+        Retains,
         Attacks,
         Hooks,
         Frozen,
