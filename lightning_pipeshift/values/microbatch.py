@@ -37,6 +37,7 @@ from lightning_pipeshift.values.arguments import (
 from lightning_pipeshift.values.calls import Call, Calls
 from lightning_pipeshift.values.contract import Contract, other_numbers
 from lightning_pipeshift.values.functions import READS
+from lightning_pipeshift.values.gradients import Graph
 from lightning_pipeshift.values.layer_contracts import (
     Flagged,
     call_hooks,
@@ -56,6 +57,7 @@ from lightning_pipeshift.values.value import (
     Value,
     name_of,
     run_by,
+    user_line,
     versions_in,
 )
 
@@ -379,56 +381,132 @@ class Microbatch(Calls):
         """Runs this stage's part of the backward. Every rank calls this; arguments as those of
         ``Tensor.backward``.
         """
-        has_options = create_graph or inputs is not None
-        if not self._is_alone and (has_options or isinstance(gradient, Value)):
-            raise LayerError(
-                "`backward` with `create_graph`, `inputs` or a gradient that one"
-                " stage owns is not supported across layers. Call `backward` once for the sum of"
-                " the losses; compute second derivatives inside of one layer."
-            )
+        self._require_first_order("backward", create_graph, [gradient])
         self.note("backward", bool(retain_graph))
-        self.require_unused(loss)
-        graph, roots = self.graph_of(loss), list(self.ends_of(loss))
-        gradients: list[Tensor | None] = [torch.zeros_like(token) for token in roots]
-        link: Tensor | None = loss
-        if type(loss) in PLACED:
-            account = self.account_of(loss)
-            account.refresh()
-            link = account.link if account.last == self.stage else None
-        if link is not None:
-            roots.append(link)
-            gradients.append(self.plain(gradient))
-        if roots:
-            self.is_in_backward = True
-            begin = None if self.timer is None else self.timer.now()
-            try:
-                with run_by(None), without_torch_function_of_subclasses():
-                    torch.autograd.backward(
-                        roots, gradients, retain_graph, create_graph, inputs=self.plain(inputs)
-                    )
-            except PipeShiftError:
-                # The words of another stage's error may be any.
-                raise
-            except RuntimeError as error:
-                found = None if self.finite is None else self.finite.backward(error)
-                if found is not None:
-                    raise found from error
-                if "modified by an inplace operation" not in str(error):
-                    raise
-                raise LayerError(
-                    f"{error} With several stages the backward also goes through what another stage"
-                    " has used and the loss does not depend on. Use an operation that returns a new"
-                    " tensor (`x = x * 2` in place of `x.mul_(2)`)."
-                ) from error
-            finally:
-                self.is_in_backward = False
-            if self.timer is not None:
-                self.timer.end_backward(begin)
+        only = None if inputs is None else self.plain(inputs)
+        if inputs is not None and not self._is_alone:
+            several = [inputs] if isinstance(inputs, Tensor) else inputs
+            only = [here for x in several if (here := self.owned(x)) is not None]
+
+        def run(roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+            torch.autograd.backward(
+                roots, gradients, retain_graph, create_graph, self._with_token(only)
+            )
+
+        self._go_back([loss], [gradient], run, bool(retain_graph))
         self.gradients = None
-        if self._is_alone:
-            # There is no other way back than autograd's, which tells if it was used up.
-            return
-        self.end_graph(graph, is_kept=bool(retain_graph))
+
+    def gradients_of(
+        self,
+        losses: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        is_kept: bool,
+    ) -> list[Tensor | None]:
+        """The gradients of losses, where this stage owns the inputs. Every rank calls this.
+
+        Args:
+            losses: values, or tensors that every stage has.
+            inputs: likewise.
+            gradients: of the losses; ``None`` for one.
+            is_kept: whether another backward may follow.
+        """
+        self._require_first_order("torch.autograd.grad", False, gradients)
+        self.note("grad", is_kept)
+        wanted = {at: x for at, x in enumerate(map(self.owned, inputs)) if x is not None}
+        found: dict[int, Tensor] = {}
+
+        def run(roots: list[Tensor], of_roots: list[Tensor | None]) -> None:
+            asked = self._with_token(list(wanted.values()))
+            if asked:
+                here = torch.autograd.grad(
+                    roots, asked, of_roots, retain_graph=is_kept, allow_unused=True
+                )
+                found.update(zip(wanted, here, strict=False))
+
+        self._go_back(losses, gradients, run, is_kept)
+        return [found.get(at) for at in range(len(inputs))]
+
+    def _require_first_order(
+        self, label: str, creates_graph: bool, gradients: Sequence[Tensor | None]
+    ) -> None:
+        has_values = any(isinstance(gradient, Value) for gradient in gradients)
+        if not self._is_alone and (creates_graph or has_values):
+            raise LayerError(
+                f"`{label}` ({user_line()}) with `create_graph`, or with a gradient that one stage"
+                " owns, is not supported across layers. Compute second derivatives inside of one"
+                " layer."
+            )
+
+    def owned(self, tensor: Tensor) -> Tensor | None:
+        """The tensor of a value or a parameter that needs a gradient, at its owner."""
+        if type(tensor) not in PLACED:
+            return None
+        self.place_parameters([tensor])
+        account = self.account_of(tensor)
+        account.refresh()
+        return account.tensor if account.owner == self.stage and account.requires_grad else None
+
+    def _with_token(self, only: Any) -> Any:
+        # Else a backward for some inputs would leave out what leads to other stages.
+        return only if only is None or self._token is None else [*only, self._token]
+
+    def _go_back(
+        self,
+        losses: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        run: Callable[[list[Tensor], list[Tensor | None]], None],
+        is_kept: bool,
+    ) -> None:
+        graphs: dict[Graph, None] = {}
+        roots: list[Tensor] = []
+        of_roots: list[Tensor | None] = []
+        for loss, gradient in zip(losses, gradients, strict=True):
+            self.require_unused(loss)
+            graph, link = self.graph_of(loss), loss
+            if graph is not None:
+                graphs[graph] = None
+            if type(loss) in PLACED:
+                account = self.account_of(loss)
+                account.refresh()
+                if account.last != self.stage:
+                    continue
+                assert account.link is not None
+                link = account.link
+            roots.append(link)
+            of_roots.append(self.plain(gradient))
+        for graph in graphs:
+            roots += graph.tokens
+            of_roots += map(torch.zeros_like, graph.tokens)
+        if roots:
+            self._run_backward(partial(run, roots, of_roots))
+        if not self._is_alone:
+            self.end_graphs(graphs, is_kept)
+
+    def _run_backward(self, run: Callable[[], None]) -> None:
+        self.is_in_backward = True
+        begin = None if self.timer is None else self.timer.now()
+        try:
+            with run_by(None), without_torch_function_of_subclasses():
+                run()
+        except PipeShiftError:
+            # The words of another stage's error may be any.
+            raise
+        except RuntimeError as error:
+            found = None if self.finite is None else self.finite.backward(error)
+            if found is not None:
+                raise found from error
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise LayerError(
+                f"{error} With several stages the backward also goes through what another stage"
+                " has used and the loss does not depend on. Use an operation that returns a new"
+                " tensor (`x = x * 2` in place of `x.mul_(2)`)."
+            ) from error
+        finally:
+            self.is_in_backward = False
+        if self.timer is not None:
+            self.timer.end_backward(begin)
 
 
 def _described(tensor: Tensor) -> Any:

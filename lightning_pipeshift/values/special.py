@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -110,26 +110,84 @@ def _told_gradients(
     microbatch: Microbatch, tensors: Sequence[Tensor]
 ) -> dict[Tensor, Tensor | None]:
     """The gradients of tensors. Only their owners know which there are, and with which strides."""
-    found: dict[Tensor, Tensor | None] = {}
     accounts = [(tensor, microbatch.account_of(tensor)) for tensor in tensors]
-    for stage in sorted({account.owner for _, account in accounts}):
-        owned = [(tensor, account) for tensor, account in accounts if account.owner == stage]
-        here = [
-            _plain_gradient(account.tensor) if stage == microbatch.stage else None
-            for _, account in owned
-        ]
-        with without_torch_function_of_subclasses():
-            told = [None if x is None else spec_of(x) for x in here]
-        specs = microbatch.tell(told, stage, "grad")
-        for (tensor, _), spec, gradient in zip(owned, specs, here, strict=True):
-            found[tensor] = None
-            if spec is not None:
-                account = microbatch.new_account(stage, False, gradient, Memory())
-                with without_torch_function_of_subclasses():
-                    microbatch.offer(account, is_changed_unseen=True)
-                found[tensor] = value = microbatch.new_value(spec, account)
-                value.stays = True
+    own = [
+        _plain_gradient(account.tensor) if account.owner == microbatch.stage else None
+        for _, account in accounts
+    ]
+    found = dict(zip(tensors, _told(microbatch, tensors, own), strict=True))
+    for value in found.values():
+        if value is not None:
+            cast(Value, value).stays = True
     return found
+
+
+def _told(
+    microbatch: Microbatch, tensors: Sequence[Tensor], own: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The values of gradients.
+
+    Args:
+        microbatch: its step runs.
+        tensors: whose gradients they are.
+        own: the gradients of those tensors that this stage owns, if there are any.
+    """
+    found: list[Tensor | None] = [None] * len(tensors)
+    owners = [microbatch.account_of(x).owner if type(x) in PLACED else -1 for x in tensors]
+    for stage in sorted(set(owners) - {-1}):
+        numbers = [at for at, owner in enumerate(owners) if owner == stage]
+        with without_torch_function_of_subclasses():
+            told = [None if (x := own[at]) is None else spec_of(x) for at in numbers]
+        for at, spec in zip(numbers, microbatch.tell(told, stage, "grad"), strict=True):
+            if spec is None:
+                continue
+            account = microbatch.new_account(stage, False, own[at], Memory())
+            with without_torch_function_of_subclasses():
+                microbatch.offer(account, is_changed_unseen=True)
+            found[at] = microbatch.new_value(spec, account)
+    return found
+
+
+def _gradients(
+    microbatch: Microbatch,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``: the gradients are values of the stages of the inputs."""
+    if microbatch.mailbox.num_stages == 1:
+        options = retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched
+        args = microbatch.plain((outputs, inputs, grad_outputs, *options, materialize_grads))
+        with run_by(None), without_torch_function_of_subclasses():
+            alone: tuple[Tensor | None, ...] = torch.autograd.grad(*args)
+            return alone
+    if create_graph or is_grads_batched:
+        raise LayerError(
+            f"`torch.autograd.grad` ({user_line()}) with `create_graph` or `is_grads_batched` is"
+            " not supported across layers. Compute second derivatives inside of one layer."
+        )
+    losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if grad_outputs is None or isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs] * len(losses)
+    own = microbatch.gradients_of(losses, tensors, list(grad_outputs), bool(retain_graph))
+    found = _told(microbatch, tensors, own)
+    for at, tensor in enumerate(tensors):
+        if found[at] is None and materialize_grads:
+            found[at] = torch.zeros_like(tensor)
+        elif found[at] is None and not allow_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set"
+                f" allow_unused=True if this is the desired behavior. It is input {at} of"
+                f" `torch.autograd.grad` ({user_line()})."
+            )
+    return tuple(found)
 
 
 def _owned(microbatch: Microbatch, tensor: Tensor) -> Tensor | None:
@@ -216,10 +274,8 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
 
 
 _GRAD: Any = Tensor.grad
-_BACKWARD = "call it inside of one layer, or call `backward` and use `.grad`."
 _REFUSED: Any = (
     (Tensor.set_, "`set_`", "write in place instead (`with torch.no_grad(): x.copy_(y)`)."),
-    (torch.autograd.grad, "`torch.autograd.grad`", _BACKWARD),
 )
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -234,6 +290,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__set__: _require_gradient,  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_gradient,
+    torch.autograd.grad: _gradients,
     **{function: _refused(function, what, advice) for function, what, advice in _REFUSED},
 }
 """By the function: ``(microbatch, its arguments) -> its result``."""

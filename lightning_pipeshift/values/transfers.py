@@ -159,17 +159,18 @@ class Transfers(NotedProgram):
         """See :class:`Letters`."""
         return Key(source, self._run_number, self.turn, Kind.GRADIENT, self._num_backwards, serial)
 
-    def end_graph(self, graph: Graph | None, is_kept: bool) -> None:
-        """A backward has gone through a graph.
+    def end_graphs(self, graphs: Iterable[Graph], is_kept: bool) -> None:
+        """A backward has gone through graphs.
 
         Args:
-            graph: the graph.
+            graphs: the graphs.
             is_kept: whether another one may follow.
         """
         self.gradients_to_later = None
         self._num_backwards += 1
-        if graph is not None and not is_kept:
-            graph.end()
+        if not is_kept:
+            for graph in graphs:
+                graph.end()
             self._renew_parameters(self.accounts, of_open_graphs=False)
 
     def step_parameters(self, parameters: Iterable[Tensor]) -> None:

@@ -863,6 +863,14 @@ def _detach(make: _Maker) -> Iterator[Any]:
     )
 
 
+def _slope(make: _Maker) -> Iterator[Any]:
+    """A gradient in the middle of the step, as for an adversarial example."""
+    x, leaf, at = make.x(), make.new("x"), make.pick(*make.layer_numbers())
+    yield f"{leaf} = {x}.detach().requires_grad_()"
+    slope = f"torch.autograd.grad(self.layers[{at}]({leaf}).pow(2).sum(), {leaf})[0]"
+    yield make.assigned(f"{x} + 0.1 * {slope}.tanh()")
+
+
 def _scalar(make: _Maker) -> Iterator[Any]:
     x, y = make.x(), make.x()
     yield f"{make.new_scalar()} = " + make.pick(
@@ -1125,6 +1133,7 @@ PIECES: list[tuple[Piece, float]] = [
     (_hooked, 0.4),
     (_region, 0.7),
     (_detach, 0.7),
+    (_slope, 0.4),
     (_scalar, 1.5),
     (_read, 1),
     (_note, 1),

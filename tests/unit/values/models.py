@@ -380,6 +380,23 @@ class Retains(Model):
         return (loss + other).detach()
 
 
+class Differentiates(Model):
+    """Gradients that no parameter gets: of a tensor and a value of the step, and of weights."""
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words).detach().requires_grad_()
+        made = self.blocks[1](self.blocks[2](x) * 2)
+        loss = self.loss(self.blocks[0](made), targets)
+        some: Any = [x, made, *self.blocks[2].parameters()]
+        slopes = torch.autograd.grad(loss, some, retain_graph=True)
+        asked = [made, self.embedding.weight]
+        again = torch.autograd.grad([loss, made.sum()], asked, allow_unused=True)
+        assert again[1] is None
+        self.noted.append([slope.abs().sum().item() for slope in (*slopes, again[0])])
+        return self.loss(self.hidden(words) + 0.1 * slopes[0].sign() * slopes[1], targets)
+
+
 class Attacks(Model):
     """The gradient of a tensor that the step makes itself, and that layers of two stages use."""
 
@@ -563,6 +580,7 @@ MODELS: dict[str, type[Model]] = {
         Casts,
         ByHand,
         MadeWeights,
+        Differentiates,
         Adversary,
         Retains,
         Attacks,
@@ -782,7 +800,7 @@ def stale(model: Model, rank: int, words: Tensor) -> Tensor:
 
 def derivative(model: Model, rank: int, words: Tensor) -> Tensor:
     x = model.hidden(words)
-    return torch.autograd.grad(x.sum(), [x])[0].sum()
+    return torch.autograd.grad(x.pow(2).sum(), [x], create_graph=True)[0].sum()
 
 
 def other_shape(model: Model, rank: int, words: Tensor) -> Tensor:
