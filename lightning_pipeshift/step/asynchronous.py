@@ -130,7 +130,7 @@ class AsynchronousPipeline(Pipeline):
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
-        self._flight = Flight()
+        self._flight = Flight(is_asynchronous=True)
         self._under_way: dict[int, _UnderWay] = {}
         """By the minibatch's number."""
         self.leaves_tails = False
@@ -678,7 +678,7 @@ class AsynchronousPipeline(Pipeline):
                 self._engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
         except BaseException as error:
             # What is suspended must not go on.
-            self._flight = Flight()
+            self._flight = Flight(is_asynchronous=True)
             self._leave_tails()
             found = versions.explained(error) if isinstance(error, RuntimeError) else None
             if found is None:
@@ -752,10 +752,10 @@ class AsynchronousPipeline(Pipeline):
             if loss is not None and loss.requires_grad:
                 microbatch.root = self._weighed(loss, losses, 0, given)
 
-        seed, live = stream_seed("train", given.step_number), self._flight.live
+        seed = stream_seed("train", given.step_number)
         core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
-            core, one.run, seed, 0, body, outside, self._tails, live, number
+            core, one.run, seed, 0, body, outside, self._tails, self._flight, number
         )
         microbatch.has_later_backward = True
         microbatch.timer = self._timers.get(number)

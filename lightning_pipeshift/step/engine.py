@@ -49,7 +49,7 @@ class SuspendableMicrobatch(Microbatch):
         body: runs the user's step.
         outside: the state of the thread while no step runs.
         tails: watches what the steps use, if any of them may run ahead.
-        live: the steps that are suspended, by their places in the order.
+        flight: the microbatches that are under way.
         order: its place among all that may be under way; ``None``: its turn.
     """
 
@@ -62,7 +62,7 @@ class SuspendableMicrobatch(Microbatch):
         body: Callable[[Any], Any],
         outside: ThreadState,
         tails: Tails | None,
-        live: dict[int, SuspendableMicrobatch],
+        flight: Flight,
         order: int | None = None,
     ) -> None:
         super().__init__(core, run_number, step, turn)
@@ -79,8 +79,9 @@ class SuspendableMicrobatch(Microbatch):
         self.latest_wait: tuple[Key, Place] | None = None
         """The message of the latest stage that the step has needed here, if that is a later one."""
         self.level, self.used, self.changed = 0, set[str](), set[str]()
-        self._tails, self._live = tails, live
+        self._tails, self._flight = tails, flight
         self._stalled_at = ""
+        self._waits_for_backwards = False
         self._engine, self._outside = getcurrent(), outside
         self._greenlet = greenlet(partial(self._step_through, body))
         self._greenlet.gr_context = copy_context()
@@ -155,21 +156,42 @@ class SuspendableMicrobatch(Microbatch):
         number run in the order of the microbatches.
         """
         level = self.level + self._may_be_passed(key)
-        return all(one.level >= level for at, one in self._live.items() if at < self.order)
+        return all(one.level >= level for at, one in self._flight.live.items() if at < self.order)
 
     def can_go_on(self) -> bool:
         """Whether it need not be suspended any longer."""
         if self.waits_for is None:
-            return not self.is_ahead()
+            return not self.is_ahead() and not (self._waits_for_backwards and self._is_early())
         return self._has(self.waits_for[0])
 
     def is_ahead(self) -> bool:
         """Whether an earlier microbatch's step is suspended."""
-        return any(at < self.order for at in self._live)
+        return any(at < self.order for at in self._flight.live)
+
+    def _is_early(self) -> bool:
+        """Whether the backward of an earlier microbatch is still to come."""
+        return any(at < self.order for at in self._flight.done)
+
+    def begins_backward(self) -> None:
+        """See :class:`Microbatch`. Stages wait in backwards, and so run all of them in one order:
+        those of earlier microbatches are over before a step runs one of its own.
+        """
+        if not self.has_later_backward or getcurrent() is not self._greenlet:
+            return
+        if self._flight.is_asynchronous:
+            raise LayerError(
+                f"The step runs a backward over several stages ({user_line()}), and with an"
+                " asynchronous schedule those of earlier batches come later. Use schedule='1f1b',"
+                " or compute the gradient inside of one layer."
+            )
+        if self.is_ahead() or self._is_early():
+            self._waits_for_backwards = True
+            self._suspend(None)
+            self._waits_for_backwards = False
 
     def followers(self) -> Iterable[SuspendableMicrobatch]:
         """The later microbatches' steps that have begun."""
-        return (one for at, one in self._live.items() if at > self.order)
+        return (one for at, one in self._flight.live.items() if at > self.order)
 
     def stall(self, name: str) -> None:
         """Waits until the steps of all earlier microbatches have ended.
@@ -208,9 +230,11 @@ class Flight:
 
     Args:
         row: the forwards and backwards that are to be run.
+        is_asynchronous: whether a backward may come later than the end of the run.
     """
 
-    def __init__(self, row: Iterable[Action] = ()) -> None:
+    def __init__(self, row: Iterable[Action] = (), is_asynchronous: bool = False) -> None:
+        self.is_asynchronous = is_asynchronous
         self.todo = deque(row)
         self.live: dict[int, SuspendableMicrobatch] = {}
         """Those whose step is suspended."""
@@ -292,7 +316,7 @@ class Engine:
                 return result
 
             microbatch = SuspendableMicrobatch(
-                core, core.num_steps, step, turn, body, outside, tails, flight.live
+                core, core.num_steps, step, turn, body, outside, tails, flight
             )
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)

@@ -69,12 +69,23 @@ class Graph:
             it, and the user's line.
     """
 
-    __slots__ = ("__weakref__", "_into", "_latest", "is_used", "step", "tokens", "used_at")
+    __slots__ = (
+        "__weakref__",
+        "_into",
+        "_latest",
+        "has_links",
+        "is_used",
+        "step",
+        "tokens",
+        "used_at",
+    )
 
     def __init__(self, step: tuple[int, int], used_at: str = "") -> None:
         self.step, self.used_at = step, used_at
         self.tokens: list[Tensor] = []
         """The ends of chains of nodes: together they reach all of this stage's links."""
+        self.has_links = False
+        """Whether any stage has links in it."""
         self.is_used = bool(used_at)
         """Whether a backward has gone through it, or its step is over."""
         self._latest: tuple[int, Way | None] = -1, None
@@ -112,6 +123,7 @@ class Graph:
         if one is other:
             return one
         other._into = one
+        one.has_links |= other.has_links
         one.tokens += other.tokens
         other.tokens.clear()
         # The backward runs the latest link first.

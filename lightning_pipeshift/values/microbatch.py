@@ -475,6 +475,8 @@ class Microbatch(Calls):
                 link = account.link
             roots.append(link)
             of_roots.append(self.plain(gradient))
+        if any(graph.has_links for graph in graphs):
+            self.begins_backward()
         for graph in graphs:
             roots += graph.tokens
             of_roots += map(torch.zeros_like, graph.tokens)
@@ -482,6 +484,9 @@ class Microbatch(Calls):
             self._run_backward(partial(run, roots, of_roots))
         if not self._is_alone:
             self.end_graphs(graphs, is_kept)
+
+    def begins_backward(self) -> None:
+        """Called before a backward over several stages."""
 
     def _run_backward(self, run: Callable[[], None]) -> None:
         self.is_in_backward = True

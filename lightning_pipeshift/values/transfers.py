@@ -306,12 +306,13 @@ class Transfers(NotedProgram):
                 # Only then: to find the user's line takes time.
                 where = f"`{label}` ({user_line()})"
             self.gradients_to_later = min(first, stage), max(end, last), where
-        if self.stage not in (last, stage):
-            return
-        way = Way(self, stage, serial, self._place(label), last)
         if account.graph is None:
             account.graph = self._new_graph()
         graph = account.graph.whole
+        graph.has_links = True
+        if self.stage not in (last, stage):
+            return
+        way = Way(self, stage, serial, self._place(label), last)
         if graph.tokens:
             token = graph.tokens.pop()
         else:

@@ -192,7 +192,7 @@ class _Run:
         self._setting, self._core, self._module, self._all = setting, core, module, stages
         self._stage, self._num_stages = core.stage, program.num_stages
         self._minibatches = _minibatches(program)
-        self._flight, self._first = Flight(), 0
+        self._flight, self._first = Flight(is_asynchronous=True), 0
         self._runs: dict[int, int] = {}
         self._losses: dict[int, Any] = {}
         self._reports: dict[int, list[Callable[[], Any]]] = {}
@@ -269,7 +269,7 @@ class _Run:
             body,
             outside,
             self._tails,
-            self._flight.live,
+            self._flight,
             number,
         )
         microbatch.has_later_backward = True

@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
-from lightning_pipeshift.step.engine import SuspendableMicrobatch
+from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, kept
 from lightning_pipeshift.values.value import running
 
@@ -51,7 +51,7 @@ def test_what_runs_meanwhile_sees_no_context_of_a_suspended_step() -> None:
         outside = ThreadState(CPU)
         outside.restore()
         before = torch.get_rng_state()
-        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, {})
+        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, Flight())
         microbatch.advance()
         assert microbatch.waits_for == (KEY, PLACE)
         assert running() is None
@@ -76,7 +76,7 @@ def test_no_step_is_suspended_in_inference_mode() -> None:
     with kept(CPU):
         outside = ThreadState(CPU)
         outside.restore()
-        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, {})
+        microbatch = SuspendableMicrobatch(core, 1, 0, 0, body, outside, None, Flight())
         microbatch.advance()
     assert microbatch.is_done
     assert microbatch.result is message
