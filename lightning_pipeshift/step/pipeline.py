@@ -40,7 +40,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
 )
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
@@ -201,7 +201,6 @@ class Pipeline:
             self._threads,
             LinkMeter(channels.payload_sockets),
         )
-        self.streams = RandomStreams(channels.device)
         # Random streams are those of layers, so more stages must not mean more layers.
         given = settings.plan and len(settings.plan.layers)
         layers = find_layers(root, given or num_layers_in(settings.partition) or FEWEST_LAYERS)
@@ -218,9 +217,7 @@ class Pipeline:
                 " layers inside. Compile the layers instead, each by itself:"
                 f" `{next(iter(layers))}.compile()`, and so on."
             )
-        self._first_look = FirstLook(
-            root, self._layers, channels, replicas, self.planning, self.streams
-        )
+        self._first_look = FirstLook(root, self._layers, channels, replicas, self.planning)
         settings.check(self._layers, replicas.topology.stages_per_vm)
         self.changes = Changes(self._move, self._put_in_force)
         self._reporting = Reporting(replicas)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
@@ -23,7 +24,7 @@ from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.model.user_state.preserve import ObjectState
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 _REPEATS = 3
@@ -45,7 +46,6 @@ class Figures(NamedTuple):
         tensors: the saved tensors of its forward.
         input_bytes: the size of its inputs.
         working_bytes: the memory that it takes for a moment in addition, forward or backward.
-        code_bytes: likewise, the code around it.
     """
 
     forward_seconds: float
@@ -53,7 +53,6 @@ class Figures(NamedTuple):
     tensors: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     working_bytes: int = 0
-    code_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
         """The sum of two calls."""
@@ -67,15 +66,12 @@ class Figures(NamedTuple):
 
 
 class Stopwatch:
-    """Times every layer once while a step is traced.
-
-    Each layer runs by itself on synthetic inputs of the recorded shapes, so no other layer has to
-    be on this stage, and nothing in the model changes. Layers of the same class, shapes and kinds
-    of inputs are timed once.
+    """Times layers, each by itself on synthetic inputs: no other layer has to be on this stage, and
+    nothing in the model changes. Layers of the same class, shapes and kinds of inputs are timed
+    once.
 
     Args:
         device: where to run.
-        streams: to keep the random state as it is.
         trains: whether to measure backwards too.
         held: tensors that are in use anyway, in addition to parameters and buffers: the batch.
     """
@@ -83,16 +79,13 @@ class Stopwatch:
     def __init__(
         self,
         device: torch.device,
-        streams: RandomStreams,
         trains: bool = False,
         held: Iterable[Any] = (),
     ) -> None:
         self.figures: dict[int, Figures] = {}
-        self.trains = trains
-        self.held = [leaf for leaf in held if isinstance(leaf, Tensor)]
+        self._trains = trains
         self._device = device
-        self._streams = streams
-        self._addresses = frozenset(map(address_of, self.held))
+        self._addresses = frozenset(address_of(leaf) for leaf in held if isinstance(leaf, Tensor))
         self._known: dict[Any, Figures | None] = {}
 
     def observe_call(self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Rebuild) -> None:
@@ -113,8 +106,8 @@ class Stopwatch:
             ),
         )
         if signature not in self._known:
-            figures = self._time(gate, leaves, rebuild, self.trains)
-            if figures is None and self.trains:
+            figures = self._time(gate, leaves, rebuild, self._trains)
+            if figures is None and self._trains:
                 figures = self._time(gate, leaves, rebuild, False)
             self._known[signature] = figures
         figures = self._known[signature]
@@ -130,10 +123,9 @@ class Stopwatch:
         observer = Observer(self._device)
         try:
             with (
-                self._streams.switched("measure", gate.index),
+                drawing_from(generators_of(self._device), True, stream_seed("measure", gate.index)),
                 torch.set_grad_enabled(trains),
-                # The modes that trace the step take longer than small operations, and must not
-                # record the measurement as user code.
+                # The user's modes must not record the measurement.
                 dispatch_modes_disabled(),
                 without_torch_function(),
                 substituted(slots, self._here(slots, trains)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +13,19 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import OWNERS, trainer_of
-from lightning_pipeshift.model.user_state.attributes import (
-    is_framework,
-    remove_attribute,
-    set_attribute,
-    slots_of,
-)
-from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
 
+# Python modules whose objects are not searched: those of frameworks, and of Python's base classes.
+_FRAMEWORKS = frozenset(
+    [
+        *("torch", "torchmetrics", "torchvision", "transformers", "timm", "numpy"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_pipeshift"),
+        *("builtins", "abc", "typing"),
+    ]
+)
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
 _LONGEST = 100_000
@@ -81,7 +84,7 @@ class _Undo:
     def __init__(self, frameworks_too: bool = False) -> None:
         self._frameworks_too = frameworks_too
         self._seen: dict[int, Any] = {}
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._num_left = _MOST_OBJECTS
         self.iterators: list[Any] = []
 
@@ -128,8 +131,8 @@ class _Undo:
         elif isinstance(value, tuple):
             for item in value:
                 self.remember(item, depth - 1)
-        elif (state := random_state(value)) is not None:
-            self._restore.append(partial(set_random_state, value, state))
+        elif (restore := _restore_generator(value)) is not None:
+            self._restore.append(restore)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
                 copied = value.copy()
@@ -139,7 +142,7 @@ class _Undo:
         elif (
             self._frameworks_too
             or isinstance(value, nn.Module)
-            or not is_framework(type(value).__module__)
+            or not _is_framework(type(value).__module__)
         ):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
@@ -147,16 +150,16 @@ class _Undo:
             self._remember_slots(value, depth)
 
     def _remember_slots(self, value: Any, depth: int) -> None:
-        before = slots_of(value)
+        before = _in_slots(value)
 
         def restore() -> None:
-            for name, entry in slots_of(value).items():
+            for name, entry in _in_slots(value).items():
                 if name not in before:
-                    remove_attribute(value, name)
+                    object.__delattr__(value, name)
                 elif entry is not before[name]:
-                    set_attribute(value, name, before[name])
-            for name in before.keys() - slots_of(value).keys():
-                set_attribute(value, name, before[name])
+                    object.__setattr__(value, name, before[name])
+            for name in before.keys() - _in_slots(value).keys():
+                object.__setattr__(value, name, before[name])
 
         if before:
             self._restore.append(restore)
@@ -180,7 +183,7 @@ class _Undo:
 
     def remember_class(self, kind: type) -> None:
         """Records a class's own attributes, and the variables of its Python module."""
-        if is_framework(kind.__module__):
+        if _is_framework(kind.__module__):
             return
         before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
 
@@ -212,3 +215,38 @@ def _refill(container: Any, items: list[Any]) -> None:
     ):
         container.clear()
         container.extend(items)
+
+
+def _restore_generator(value: Any) -> Callable[[], object] | None:
+    """What gives a generator of random numbers its present state; ``None`` for other values."""
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    return None
+
+
+def _is_framework(name: str) -> bool:
+    """Whether a Python module of this name is one of :data:`_FRAMEWORKS`, or in one."""
+    return name.partition(".")[0] in _FRAMEWORKS
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """An object's attributes that are in slots."""
+    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if _is_framework(base.__module__):
+            continue
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name

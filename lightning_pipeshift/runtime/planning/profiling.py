@@ -272,7 +272,7 @@ class Profiler:
         for layer in {*self.estimates, *self.observer.of_code, *self.of_others}:
             estimate = self.estimates.get(layer, Figures(0.0))
             seen = [by[layer] for by in (self.observer.of_code, self.of_others) if layer in by]
-            found[layer] = max([estimate.working_bytes, *(seen or [estimate.code_bytes])])
+            found[layer] = max([estimate.working_bytes, *seen])
         return found
 
     def _stretch(self, fewest: int) -> tuple[float, float]:
