@@ -38,7 +38,7 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
     resident_in,
 )
-from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
@@ -92,7 +92,6 @@ from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.reporting import Reporting
-from lightning_pipeshift.step.step_logs import StepLogs
 from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import (
@@ -107,7 +106,7 @@ from lightning_pipeshift.step.votes import Votes
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import Prefetch, Structure
+from lightning_pipeshift.values.gathering import Prefetch, Structure, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
@@ -259,7 +258,7 @@ class Pipeline:
         self.asks_to_end = self.is_to_end = False
         self.recorder_of_actions: Recorder | None = None
         """Takes notes of the current step, if it is recorded: see :meth:`record_actions`."""
-        self.recorder = StepLogs(self.root)
+        self.recorder = LogRecorder(self.root, kept, running)
         """Replaces the LightningModule's ``log`` while a step runs."""
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None
