@@ -21,8 +21,9 @@ from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leave
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.model.user_state.preserve import ObjectState
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
@@ -141,7 +142,7 @@ class Stopwatch:
                     if repeat == _REPEATS - 1:
                         stand_ins = self._stand_ins(leaves, inputs)
                         table = SavedTable(left_out=stand_ins, device=self._device)
-                        run = LayerCall(gate, args, kwargs, table, observer).run
+                        run = LayerCall(gate, gate.run, args, kwargs, table, observer).run
                     try:
                         output, seconds = self._seconds(run)
                     finally:

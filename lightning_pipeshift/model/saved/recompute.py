@@ -37,14 +37,8 @@ from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substitute
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.model.saved.saved_tensors import (
-    GIVEN,
-    Observer,
-    Origins,
-    Saved,
-    SavedTable,
-    resident_in,
-)
+from lightning_pipeshift.model.saved.observer import Observer, Origins
+from lightning_pipeshift.model.saved.saved_tensors import GIVEN, Saved, SavedTable, resident_in
 from lightning_pipeshift.model.user_state.preserve import ObjectState
 
 Ambient = Callable[[], AbstractContextManager[object]]
@@ -55,24 +49,24 @@ class LayerCall:
 
     Args:
         gate: that of the layer.
+        forward: runs the layer.
         args: the arguments of the call.
         kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
         gate: NamedLayer,
+        forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
-        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.gate = gate
-        self._forward = forward or gate.run
+        self._forward = forward
         self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
@@ -120,32 +114,29 @@ class RecomputedRegion(LayerCall):
 
     Args:
         gate: that of the layer.
+        forward: runs the layer; with the same random numbers each time.
         args: the arguments of the call.
         kwargs: likewise.
-        draw: restarts the call's own random stream.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
         gate: NamedLayer,
+        forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        draw: Callable[[], object],
-        table: SavedTable | None = None,
+        table: SavedTable,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
-        forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(gate, args, kwargs, table or SavedTable(), observer, forward)
+        super().__init__(gate, forward, args, kwargs, table, observer)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
         """By number of a held tensor, its operation, and the address that it had."""
-        self._draw = draw
         self._ambient = _ambient()
         leaves, self._rebuild = flatten((args, kwargs))
         # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
@@ -155,13 +146,7 @@ class RecomputedRegion(LayerCall):
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
         self._objects = [leaf for leaf in unique.values() if not are_values([leaf])]
         self._before = ObjectState(*self._objects) if self._objects else None
-        self._slots = slots_of(gate.layer)
-        # Its parameters are kept anyway, so a view of one takes no memory.
-        self._parameters = {
-            address_of(tensor)
-            for slot in self._slots
-            if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
-        }
+        self._slots = [slot for slot in slots_of(gate.layer) if slot.is_buffer]
         if gate.writes_to_buffers is None:
             # Their kernels write to buffers without raising the version counter.
             gate.writes_to_buffers = any(
@@ -178,9 +163,7 @@ class RecomputedRegion(LayerCall):
         """Runs the layer for the first time."""
         versions = None
         if self._buffers is None:
-            versions = [
-                (slot, slot.get(), _version(slot.get())) for slot in self._slots if slot.is_buffer
-            ]
+            versions = [(slot, x := slot.get(), _version(x)) for slot in self._slots]
         with self._results or nullcontext():
             output = super().run()
         self._note_makers()
@@ -210,7 +193,8 @@ class RecomputedRegion(LayerCall):
         # The mode need not see what is done with a tensor in order to save it.
         with without_torch_dispatch() if self._is_seen(tensor) else nullcontext():
             saved = super()._save(tensor, number)
-        if address_of(tensor) not in self._parameters:
+        # Its parameters and buffers are kept anyway, so a view of one takes no memory.
+        if address_of(tensor) not in self._resident:
             saved.maker = self
         if self._results is not None and number in self._held:
             key = self._results.maker_of(tensor)
@@ -313,7 +297,6 @@ class RecomputedRegion(LayerCall):
                 self._before.put_back()
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
-            self._draw()
             left_out = self._left_out()
             # The saved tensors of this graph are moved to the first graph; its backward never runs.
             stack.enter_context(saving(pack, _never))
@@ -393,10 +376,14 @@ class _Input:
 
 
 class _BuffersBefore:
-    """The values of a layer's buffers at its call, for a layer that writes to them."""
+    """The values of a layer's buffers at its call, for a layer that writes to them.
+
+    Args:
+        slots: the layer's buffers.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = [slot for slot in slots if slot.is_buffer]
+        self._slots = slots
         self._values = [
             (slot, tensor.detach().clone())
             for slot in self._slots

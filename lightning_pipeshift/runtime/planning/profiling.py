@@ -21,7 +21,8 @@ from lightning_pipeshift.devices.streams import Event, is_asynchronous
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
+from lightning_pipeshift.model.saved.observer import Observer
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
 from lightning_pipeshift.plan.partition.boundaries import Crossing

@@ -10,8 +10,9 @@ from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.step.fake_run import run_without_values
 
@@ -122,7 +123,7 @@ def test_what_like_layers_save_differs_with_what_they_are_given():
     observer = Observer()
     x = X
     for index, layer in enumerate(model.children()):
-        x = LayerCall(NamedLayer("", layer, index), (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, index), layer, (x,), {}, SavedTable(), observer).run()
     for index in range(3):
         found = [t.number for t in figures[index].tensors if t.num_bytes]
         real = [t.number for t in observer.of_layers[index] if t.num_bytes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -13,13 +12,23 @@ from torch import Tensor, nn
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+
+
+def seeded(gate, seed):
+    """Runs a layer with the random numbers of a seed of its own."""
+
+    def forward(*args, **kwargs):
+        torch.manual_seed(seed)
+        return gate.run(*args, **kwargs)
+
+    return forward
 
 
 def region_of(layer, *args, seed=7, **kwargs):
-    """A region around one call, whose random numbers come from a seed of its own."""
+    """A region around one call."""
     gate = NamedLayer("layer", layer, 0)
-    region = RecomputedRegion(gate, args, kwargs, partial(torch.manual_seed, seed))
-    torch.manual_seed(seed)
+    region = RecomputedRegion(gate, seeded(gate, seed), args, kwargs, SavedTable())
     return region, region.run()
 
 
@@ -169,7 +178,7 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     results = []
     for number in range(3):
         inside = x.clone().requires_grad_() * 1
-        region = RecomputedRegion(gate, (inside,), {}, partial(torch.manual_seed, 1))
+        region = RecomputedRegion(gate, gate.run, (inside,), {}, SavedTable())
         y = region.run()
         # The first call finds out that the layer does; from the next on it is prepared.
         assert region.let_go() is (number > 0)
