@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import pytree
 
@@ -24,19 +24,16 @@ Rebuild = Callable[[list[Any]], Any]
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens_objects: bool = False
-) -> tuple[list[Any], Rebuild]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Rebuild]:
     """Returns the leaves of a structure, and a function that builds an equal structure from other
     leaves.
 
     Args:
         tree: the structure.
         is_leaf: returns whether to treat a node as a leaf, whatever it contains.
-        opens_objects: whether objects of any class with tensors as attributes are opened too.
     """
     leaves: list[Any] = []
-    node = _open(tree, leaves, is_leaf, opens_objects)
+    node = _open(tree, leaves, is_leaf)
     # Whoever keeps the function does not keep the leaves.
     num_leaves = len(leaves)
 
@@ -56,9 +53,7 @@ class _Node(NamedTuple):
     parts: list[_Node | None]
 
 
-def _open(
-    tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, opens_objects: bool
-) -> _Node | None:
+def _open(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> _Node | None:
     """Appends a structure's leaves to a list; returns how to build the structure again."""
     kind: Any = type(tree)
     parts: Any = ()
@@ -70,14 +65,14 @@ def _open(
         elif kind is dict:
             parts, make = tree.values(), partial(_dict_of, tuple(tree))
         elif kind not in _PLAIN:
-            parts, make = _opened(tree, opens_objects)
+            parts, make = _opened(tree)
     if make is None:
         leaves.append(tree)
         return None
-    return _Node(make, [_open(part, leaves, is_leaf, opens_objects) for part in parts])
+    return _Node(make, [_open(part, leaves, is_leaf) for part in parts])
 
 
-def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
+def _opened(tree: Any) -> tuple[Any, Any]:
     """The parts of a structure that is no tuple, list or dict, and how to build it of others."""
     # By its number: torch's function is a reference cycle, and keeps what the given one refers to.
     number = id(tree)
@@ -85,8 +80,6 @@ def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
     if not (len(parts) == 1 and parts[0] is tree):
         return parts, partial(pytree.tree_unflatten, treespec=spec)
     fields = _fields(tree)
-    if fields is None and opens_objects:
-        fields = _attributes(tree)
     return ([fields], partial(_with_fields, tree)) if fields is not None else (None, None)
 
 
@@ -131,14 +124,6 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return None
-
-
-def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """An object's attributes, if tensors are among them."""
-    attributes = getattr(leaf, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(leaf, Tensor | nn.Module | type):
-        return None
-    return dict(attributes) if any(isinstance(x, Tensor) for x in attributes.values()) else None
 
 
 def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
