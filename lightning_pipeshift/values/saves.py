@@ -183,7 +183,7 @@ class Saves:
         many as there is room for. The others run when the backward comes to them.
         """
         for region in reversed(self._regions):
-            if not self._table.has_room(region.needed_bytes):
+            if self._store is not None and not self._store.has_room(region.needed_bytes):
                 break
             region.run_again()
         self._regions.clear()

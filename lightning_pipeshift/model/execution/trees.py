@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,11 +93,9 @@ def _dict_of(keys: tuple[Any, ...], values: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, values, strict=True))
 
 
-def are_values(trees: Iterable[Any]) -> bool:
-    """Whether all of these are tensors of torch's own class, numbers, texts or ``None``: the usual
-    case, in which there is nothing to open and nothing to replace.
-    """
-    return all(type(tree) is Tensor or type(tree) in _PLAIN for tree in trees)
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf may have other contents later: it is no number, text, ``None`` or tensor."""
+    return not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN
 
 
 def structure_of(tree: Any) -> str:

@@ -31,7 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
+from lightning_pipeshift.model.execution.trees import address_of, flatten, is_object
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
@@ -144,7 +144,7 @@ class RecomputedRegion(LayerCall):
         places = {identity: place for place, identity in enumerate(unique)}
         self._places = [places[id(leaf)] for leaf in leaves]
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
-        self._objects = [leaf for leaf in unique.values() if not are_values([leaf])]
+        self._objects = [leaf for leaf in unique.values() if is_object(leaf)]
         self._before = ObjectState(*self._objects) if self._objects else None
         self._slots = [slot for slot in slots_of(gate.layer) if slot.is_buffer]
         if gate.writes_to_buffers is None:

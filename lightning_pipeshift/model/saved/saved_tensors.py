@@ -58,9 +58,6 @@ class Keeper(Protocol[B]):
     def make_room(self, num_bytes: int, layer: int) -> None:
         """Waits until a layer may save ``num_bytes`` recomputed bytes."""
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` are free without waiting."""
-
 
 class Maker(Protocol):
     """Can recompute saved tensors."""
@@ -292,10 +289,6 @@ class SavedTable:
         """Waits until there is memory for the tensors that a layer is about to recompute."""
         if self._keeper is not None:
             self._keeper.make_room(num_bytes, layer)
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` are free."""
-        return self._keeper is None or self._keeper.has_room(num_bytes)
 
     def make_good(self, saved: Saved, tensor: Tensor, layer: int, number: int) -> None:
         """Gives a dropped saved tensor its recomputed values."""

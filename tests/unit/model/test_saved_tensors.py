@@ -57,9 +57,6 @@ class Shelf:
     def make_room(self, num_bytes: int, layer: int) -> None:
         pass
 
-    def has_room(self, num_bytes: int) -> bool:
-        return True
-
     def put_away(self) -> int:
         """Lets go of everything that is here; returns how many blocks that were."""
         number = 0
@@ -274,7 +271,6 @@ def test_without_a_keeper_nothing_is_counted() -> None:
     table = SavedTable()
     saved = table.save(torch.ones(3), 0, 0, NOTHING)
     assert saved.block is None
-    assert table.has_room(1 << 60)
 
 
 # --- writes ---
