@@ -134,10 +134,10 @@ class Saves:
         table, observer = self._table, self._observer
         if gate.index in self.recompute:
             held = self.recompute[gate.index]
-            call = region = RecomputedRegion(gate, run, args, kwargs, table, observer, held)
+            call = region = RecomputedRegion(gate, run, table, observer, held)
         elif self._between is not None:
-            call = LayerCall(gate, run, args, kwargs, table, observer)
-        output = run(*args, **kwargs) if call is None else call.run()
+            call = LayerCall(gate, run, table, observer)
+        output = run(*args, **kwargs) if call is None else call.run(args, kwargs)
         if region is not None:
             # Known from earlier microbatches: user code does not modify the inputs.
             if gate.keeps_inputs:

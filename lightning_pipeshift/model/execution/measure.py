@@ -142,7 +142,8 @@ class Stopwatch:
                     if repeat == _REPEATS - 1:
                         stand_ins = self._stand_ins(leaves, inputs)
                         table = SavedTable(left_out=stand_ins, device=self._device)
-                        run = LayerCall(gate, gate.run, args, kwargs, table, observer).run
+                        call = LayerCall(gate, gate.run, table, observer)
+                        run = partial(call.run, args, kwargs)
                     try:
                         output, seconds = self._seconds(run)
                     finally:

@@ -50,8 +50,6 @@ class LayerCall:
     Args:
         gate: that of the layer.
         forward: runs the layer.
-        args: the arguments of the call.
-        kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
     """
@@ -60,25 +58,19 @@ class LayerCall:
         self,
         gate: NamedLayer,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
     ) -> None:
         self.gate = gate
         self._forward = forward
-        self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
         gate.bring_weights()
         self._resident = resident_in(gate.layer)
         self._count = 0
 
-    def run(self) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer."""
-        args, kwargs = self._args, self._kwargs
-        # Only the caller decides for how long the arguments are kept alive.
-        self._args, self._kwargs = (), {}
         with ExitStack() as stack:
             origins = None
             if self._observer is not None:
@@ -115,8 +107,6 @@ class RecomputedRegion(LayerCall):
     Args:
         gate: that of the layer.
         forward: runs the layer; with the same random numbers each time.
-        args: the arguments of the call.
-        kwargs: likewise.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
@@ -126,26 +116,16 @@ class RecomputedRegion(LayerCall):
         self,
         gate: NamedLayer,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         table: SavedTable,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
     ) -> None:
-        super().__init__(gate, forward, args, kwargs, table, observer)
+        super().__init__(gate, forward, table, observer)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
         """By number of a held tensor, its operation, and the address that it had."""
         self._ambient = _ambient()
-        leaves, self._rebuild = flatten((args, kwargs))
-        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
-        unique = {id(leaf): leaf for leaf in leaves}
-        places = {identity: place for place, identity in enumerate(unique)}
-        self._places = [places[id(leaf)] for leaf in leaves]
-        self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
-        self._objects = [leaf for leaf in unique.values() if is_object(leaf)]
-        self._before = ObjectState(*self._objects) if self._objects else None
         self._slots = [slot for slot in slots_of(gate.layer) if slot.is_buffer]
         if gate.writes_to_buffers is None:
             # Their kernels write to buffers without raising the version counter.
@@ -159,13 +139,14 @@ class RecomputedRegion(LayerCall):
         self.num_bytes = 0
         """The number of bytes that it has dropped, as far as they were counted."""
 
-    def run(self) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer for the first time."""
+        self._keep_inputs(args, kwargs)
         versions = None
         if self._buffers is None:
             versions = [(slot, x := slot.get(), _version(x)) for slot in self._slots]
         with self._results or nullcontext():
-            output = super().run()
+            output = super().run(args, kwargs)
         self._note_makers()
         if versions is not None and any(
             slot.get() is not before or _version(before) != version
@@ -175,6 +156,16 @@ class RecomputedRegion(LayerCall):
             self.gate.writes_to_buffers = True
             self._forget_inputs()
         return output
+
+    def _keep_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._rebuild = flatten((args, kwargs))
+        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
+        unique = {id(leaf): leaf for leaf in leaves}
+        places = {identity: place for place, identity in enumerate(unique)}
+        self._places = [places[id(leaf)] for leaf in leaves]
+        self._inputs = [_Input(leaf, self.gate.index, self._table) for leaf in unique.values()]
+        self._objects = [leaf for leaf in unique.values() if is_object(leaf)]
+        self._before = ObjectState(*self._objects) if self._objects else None
 
     def _note_makers(self) -> None:
         """Remembers the operations of the held tensors for the layer's next call; or forgets them,

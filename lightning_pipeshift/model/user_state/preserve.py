@@ -42,18 +42,18 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
     The values of tensors are not restored, nor is state outside of the process. Gets the iterators
     among the objects: what they have yielded cannot be put back.
     """
-    undo = _Undo()
+    state = ObjectState(frameworks_too=False)
     modules = list(modules)
     for module in modules:
-        undo.remember_module(module)
+        state.remember_module(module)
     for trainer in filter(None, map(trainer_of, modules[:1])):
-        undo.remember_attributes(trainer)
+        state.remember_attributes(trainer)
     for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
-        undo.remember_class(kind)
+        state.remember_class(kind)
     try:
-        yield undo.iterators
+        yield state.iterators
     finally:
-        undo.undo()
+        state.put_back()
 
 
 class ObjectState:
@@ -62,33 +62,20 @@ class ObjectState:
 
     Args:
         values: the objects.
-    """
-
-    def __init__(self, *values: Any) -> None:
-        self._undo = _Undo(frameworks_too=True)
-        for value in values:
-            self._undo.remember(value, _DEPTH)
-
-    def put_back(self) -> None:
-        """Restores the state; may be called once only."""
-        self._undo.undo()
-
-
-class _Undo:
-    """The recorded state of objects.
-
-    Args:
         frameworks_too: whether to search objects of frameworks like the user's own.
     """
 
-    def __init__(self, frameworks_too: bool = False) -> None:
+    def __init__(self, *values: Any, frameworks_too: bool = True) -> None:
         self._frameworks_too = frameworks_too
         self._seen: dict[int, Any] = {}
         self._restore: list[Callable[[], object]] = []
         self._num_left = _MOST_OBJECTS
         self.iterators: list[Any] = []
+        for value in values:
+            self._remember(value, _DEPTH)
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
+        """Restores the state; may be called once only."""
         for restore in reversed(self._restore):
             restore()
         # The closures and this object refer to each other, and to all found objects: for example
@@ -105,7 +92,7 @@ class _Undo:
         """Records an object's attributes, and nothing that they refer to."""
         self._remember_dict(vars(owner), 0)
 
-    def remember(self, value: Any, depth: int) -> None:
+    def _remember(self, value: Any, depth: int) -> None:
         """Records what a value refers to."""
         if (
             depth < 0
@@ -125,12 +112,12 @@ class _Undo:
             items = list(value)
             self._restore.append(lambda: _refill(value, items))
             for item in items[:_LONGEST]:
-                self.remember(item, depth - 1)
+                self._remember(item, depth - 1)
         elif isinstance(value, set):
             self._restore.append(partial(_refill_set, value, set(value)))
         elif isinstance(value, tuple):
             for item in value:
-                self.remember(item, depth - 1)
+                self._remember(item, depth - 1)
         elif (restore := _restore_generator(value)) is not None:
             self._restore.append(restore)
         elif isinstance(value, np.ndarray):
@@ -164,7 +151,7 @@ class _Undo:
         if before:
             self._restore.append(restore)
         for entry in before.values():
-            self.remember(entry, depth - 1)
+            self._remember(entry, depth - 1)
 
     def _remember_dict(self, table: dict[Any, Any], depth: int) -> None:
         before = dict(table)
@@ -179,7 +166,7 @@ class _Undo:
             for key, entry in before.items():
                 # The Trainer that runs the step is not part of it.
                 if key not in OWNERS:
-                    self.remember(entry, depth - 1)
+                    self._remember(entry, depth - 1)
 
     def remember_class(self, kind: type) -> None:
         """Records a class's own attributes, and the variables of its Python module."""
@@ -197,7 +184,7 @@ class _Undo:
 
         self._restore.append(restore)
         for value in before.values():
-            self.remember(value, _DEPTH - 1)
+            self._remember(value, _DEPTH - 1)
         source = sys.modules.get(kind.__module__)
         if source is not None and id(source.__dict__) not in self._seen:
             self._seen[id(source.__dict__)] = source.__dict__

@@ -41,10 +41,8 @@ def step(
     """
     gate.layer.zero_grad()
     x = x.detach().requires_grad_()
-    region = RecomputedRegion(
-        gate, seeded(gate, 7), (x * 1.0,), {}, SavedTable(), held=held or set()
-    )
-    output = region.run()
+    region = RecomputedRegion(gate, seeded(gate, 7), SavedTable(), held=held or set())
+    output = region.run((x * 1.0,), {})
     counted = Counted()
     if held is not None:
         assert region.let_go()

@@ -123,7 +123,7 @@ def test_what_like_layers_save_differs_with_what_they_are_given():
     observer = Observer()
     x = X
     for index, layer in enumerate(model.children()):
-        x = LayerCall(NamedLayer("", layer, index), layer, (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, index), layer, SavedTable(), observer).run((x,), {})
     for index in range(3):
         found = [t.number for t in figures[index].tensors if t.num_bytes]
         real = [t.number for t in observer.of_layers[index] if t.num_bytes]

@@ -28,8 +28,8 @@ def seeded(gate, seed):
 def region_of(layer, *args, seed=7, **kwargs):
     """A region around one call."""
     gate = NamedLayer("layer", layer, 0)
-    region = RecomputedRegion(gate, seeded(gate, seed), args, kwargs, SavedTable())
-    return region, region.run()
+    region = RecomputedRegion(gate, seeded(gate, seed), SavedTable())
+    return region, region.run(args, kwargs)
 
 
 def gradients(layer, x, recomputes, ahead=False, **kwargs):
@@ -178,8 +178,8 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     results = []
     for number in range(3):
         inside = x.clone().requires_grad_() * 1
-        region = RecomputedRegion(gate, gate.run, (inside,), {}, SavedTable())
-        y = region.run()
+        region = RecomputedRegion(gate, gate.run, SavedTable())
+        y = region.run((inside,), {})
         # The first call finds out that the layer does; from the next on it is prepared.
         assert region.let_go() is (number > 0)
         results.append((inside, y, float(layer.calls)))

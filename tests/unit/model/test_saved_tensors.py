@@ -80,7 +80,7 @@ def call(
 ) -> Tensor:
     """One call of a layer, whose saved tensors the keeper has."""
     gate = NamedLayer("layer", layer, 0)
-    output: Tensor = LayerCall(gate, gate.run, args, {}, SavedTable(0, keeper), observer).run()
+    output: Tensor = LayerCall(gate, gate.run, SavedTable(0, keeper), observer).run(args, {})
     return output
 
 
@@ -387,7 +387,7 @@ def test_what_is_in_other_memory_than_the_devices_stays_there(device: str) -> No
     table = SavedTable(0, keeper, device=torch.device(device))
     gate = NamedLayer("layer", Own(), 0)
     x = torch.randn(3, 6, requires_grad=True)
-    y = LayerCall(gate, gate.run, (x,), {}, table, observer).run()
+    y = LayerCall(gate, gate.run, table, observer).run((x,), {})
     if device == "cpu":
         assert keeper.put_away()
         assert observer.num_bytes
@@ -590,7 +590,7 @@ def test_what_is_observed_is_what_is_counted(name: str) -> None:
         x = x.view(1, 3, 6)
     for number in range(2):
         gate = NamedLayer("layer", LAYERS[name](), number)
-        x = LayerCall(gate, gate.run, (x,), {}, table, observer).run()
+        x = LayerCall(gate, gate.run, table, observer).run((x,), {})
     expected = [
         (3, layer, tensor.number, tensor.num_bytes)
         for layer, tensors in observer.of_layers.items()
@@ -629,13 +629,13 @@ def test_what_the_layer_before_has_saved_is_counted_there() -> None:
     for number in range(2):
         gate = NamedLayer("layer", nn.Tanh() if not number else nn.Sigmoid(), number)
         given = x.exp() if number else x
-        x = LayerCall(gate, gate.run, (given,), {}, SavedTable(), observer).run()
+        x = LayerCall(gate, gate.run, SavedTable(), observer).run((given,), {})
     assert bytes_of_layers(observer) == {0: 20, 1: 20}
     observer = Observer()
     y = torch.ones(5, requires_grad=True) * 1
     for number, layer in enumerate((nn.Tanh(), nn.GELU())):
         gate = NamedLayer("layer", layer, number)
-        y = LayerCall(gate, gate.run, (y,), {}, SavedTable(), observer).run()
+        y = LayerCall(gate, gate.run, SavedTable(), observer).run((y,), {})
     assert bytes_of_layers(observer) == {0: 20, 1: 0}
     assert [tensor.maker for tensor in observer.of_layers[1]] == ["input"]
 

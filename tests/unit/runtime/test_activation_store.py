@@ -314,13 +314,13 @@ class Stage:
                 self._store.before_layer(layer)
             run = seeded(gate, 100 * number + layer)
             if layer in self._again:
-                region = RecomputedRegion(gate, run, (x,), {}, table, held=self._again[layer])
-                x = region.run()
+                region = RecomputedRegion(gate, run, table, held=self._again[layer])
+                x = region.run((x,), {})
                 if self._store is not None and gate.keeps_inputs:
                     region.let_go()
                 regions.append(region)
             else:
-                x = LayerCall(gate, run, (x,), {}, table).run()
+                x = LayerCall(gate, run, table).run((x,), {})
             if self._store is not None:
                 self._store.after_layer(layer)
             self._after_layer(number, layer)
@@ -338,7 +338,7 @@ def saved_by(layers: Sequence[nn.Module], batch: Tensor) -> dict[Name, int]:
     observer = Observer()
     x = batch
     for number, layer in enumerate(layers):
-        x = LayerCall(NamedLayer("", layer, number), layer, (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, number), layer, SavedTable(), observer).run((x,), {})
     return {
         (0, layer, tensor.number): tensor.num_bytes
         for layer, tensors in observer.of_layers.items()
