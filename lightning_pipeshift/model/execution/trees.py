@@ -2,7 +2,7 @@
 
 ``torch.utils._pytree`` handles dicts, lists, tuples, named tuples and classes that a library has
 registered (Hugging Face registers its outputs). This module also opens dataclasses and dict-like
-classes that are not registered.
+classes that are not registered. And where a tensor is in memory.
 """
 
 from __future__ import annotations
@@ -143,3 +143,21 @@ def address_of(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
+
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A tensor's offset, size, strides and type, in its memory."""
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Where a tensor is in its memory."""
+    if tensor.layout is not torch.strided:
+        return 0, tuple(tensor.shape), (), tensor.dtype
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def view_in(memory: Tensor, layout: Layout) -> Tensor:
+    """A tensor of this layout in the memory of another one, and no view of that for autograd."""
+    offset, size, strides, dtype = layout
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), offset, size, strides)

@@ -31,7 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import address_of, flatten, is_object
+from lightning_pipeshift.model.execution.trees import address_of, flatten, is_object, layout_of
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
@@ -184,8 +184,9 @@ class RecomputedRegion(LayerCall):
         # The mode need not see what is done with a tensor in order to save it.
         with without_torch_dispatch() if self._is_seen(tensor) else nullcontext():
             saved = super()._save(tensor, number)
-        # Its parameters and buffers are kept anyway, so a view of one takes no memory.
-        if address_of(tensor) not in self._resident:
+        # Its parameters and buffers are kept anyway, so a view of one takes no memory; and of other
+        # tensors than dense ones not all is in one memory.
+        if address_of(tensor) not in self._resident and tensor.layout is torch.strided:
             saved.maker = self
         if self._results is not None and number in self._held:
             key = self._results.maker_of(tensor)
@@ -313,9 +314,10 @@ class RecomputedRegion(LayerCall):
         self._inputs, self._objects, self._before = [], [], None
 
     def _require_alike(self, saved: Saved, tensor: Tensor) -> None:
-        shape, strides, dtype = saved.shape_and_strides
-        found = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        if (shape, dtype) != (found[0], found[2]):
+        assert saved.layout is not None
+        _, shape, strides, dtype = saved.layout
+        _, *found = layout_of(tensor)
+        if [shape, dtype] != [found[0], found[2]]:
             self._fail(
                 f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}",
                 f"a {dtype} tensor of shape {shape}",

@@ -24,7 +24,13 @@ from lightning_pipeshift.compat.torch_private import (
     parameters_of,
     version_of,
 )
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of
+from lightning_pipeshift.model.execution.trees import (
+    Layout,
+    address_of,
+    layout_of,
+    leaves_of,
+    view_in,
+)
 
 T = TypeVar("T")
 B = TypeVar("B", bound="SavedBlock")
@@ -125,7 +131,8 @@ class SavedBlock:
             memory: a vector of the block's type.
         """
         for saved in self.tensors:
-            saved.take(saved.view_of(memory))
+            assert saved.layout is not None
+            saved.take(view_in(memory, saved.layout))
 
 
 class BlockReference:
@@ -147,7 +154,7 @@ class BlockReference:
 class Saved:
     """One tensor that autograd saved: present, or to be recomputed or fetched."""
 
-    __slots__ = ("__weakref__", "_layout", "_reference", "_version", "_witness", "maker", "tensor")
+    __slots__ = ("__weakref__", "_reference", "_version", "_witness", "layout", "maker", "tensor")
 
     def __init__(self, tensor: Tensor, reference: BlockReference | None = None) -> None:
         # An output saved directly would keep its own graph alive; the detached tensor shares the
@@ -155,7 +162,8 @@ class Saved:
         self.tensor: Tensor | None = tensor.detach()
         self._witness: Tensor = self.tensor
         self._version: int = version_of(tensor)
-        self._layout: tuple[Any, ...] = ()
+        self.layout: Layout | None = None
+        """That of the tensor in its memory, if it was dropped."""
         self.maker: Maker | None = None
         """Recomputes the tensor, if it is to be recomputed."""
         self._reference: BlockReference | None = None
@@ -180,23 +188,10 @@ class Saved:
         tensor = self.tensor
         if tensor is None:
             return
-        self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        self.tensor = None
+        self.layout, self.tensor = layout_of(tensor), None
         # Only the memory is dropped: writes by other users of the tensor still raise the shared
         # version counter.
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    @property
-    def shape_and_strides(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        """The shape, strides and type of a tensor that was dropped."""
-        _, size, strides, dtype = self._layout
-        return tuple(size), tuple(strides), dtype
-
-    def view_of(self, memory: Tensor) -> Tensor:
-        """The tensor in other memory: a vector that begins where the old memory began."""
-        offset, size, stride, dtype = self._layout
-        view = torch.empty(0, dtype=dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), offset, size, stride)
 
     def take(self, tensor: Tensor, reference: BlockReference | None = None) -> None:
         """Takes a tensor with the same bits as the dropped one.

@@ -277,3 +277,16 @@ def test_what_is_modified_after_it_was_saved_is_still_torchs_error():
     assert not region.let_go()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_sparse_tensor_is_kept():
+    class Mixes(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(3).to_sparse() * 2, x.sin()).cos()
+
+    x = torch.randn(3, 6, requires_grad=True)
+    region, y = region_of(Mixes(), x * 1)
+    assert region.let_go()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(Mixes()(x).sum(), x)
+    assert torch.equal(found, expected)
