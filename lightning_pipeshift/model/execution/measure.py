@@ -6,7 +6,7 @@ This gives a first estimate, for the plan of the first steps. Training itself is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,8 +140,8 @@ class Stopwatch:
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     # The last run, when the device is warm: each operation is timed.
                     if repeat == _REPEATS - 1:
-                        stand_ins = self._stand_ins(leaves, inputs)
-                        table = SavedTable(left_out=stand_ins, device=self._device)
+                        batch = map(address_of, self._of_batch(leaves, inputs))
+                        table = SavedTable(left_out=batch, device=self._device)
                         call = LayerCall(gate, gate.run, table, observer)
                         run = partial(call.run, args, kwargs)
                     try:
@@ -177,11 +177,9 @@ class Stopwatch:
         accumulated gradients, and the batch.
         """
         inputs: Any = [self._random_like(leaf, True) for leaf in leaves]
-        there = {address_of(x): x for slot in slots if (x := slot.get()) is not None}
-        gradients = [x.grad for x in there.values() if x.grad is not None]
-        stand_ins = set(self._stand_ins(leaves, inputs))
-        batch = [x for x in inputs if isinstance(x, Tensor) and address_of(x) in stand_ins]
-        live = LiveBytes(self._device, [*there.values(), *gradients, *batch])
+        there = [x for slot in slots if (x := slot.get()) is not None]
+        gradients = [x.grad for x in there if x.grad is not None]
+        live = LiveBytes(self._device, [*there, *gradients, *self._of_batch(leaves, inputs)])
         with live:
             live.note(inputs)
             args, kwargs = rebuild(inputs)
@@ -199,12 +197,13 @@ class Stopwatch:
                 end.backward(end.detach())
         return live.peak_bytes
 
-    def _stand_ins(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> Iterator[int]:
-        """The addresses of synthetic inputs that replace memory in use anyway."""
-        for leaf, number in zip(leaves, inputs, strict=True):
-            is_real = isinstance(leaf, Tensor)
-            if is_real and address_of(leaf) in self._addresses:
-                yield address_of(number)
+    def _of_batch(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
+        """The synthetic inputs in the place of tensors that are in use anyway."""
+        return [
+            number
+            for leaf, number in zip(leaves, inputs, strict=True)
+            if isinstance(leaf, Tensor) and address_of(leaf) in self._addresses
+        ]
 
     def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)
