@@ -260,10 +260,9 @@ class Profiler:
     @property
     def expected_bytes(self) -> dict[int, int]:
         """The bytes that layers save for a microbatch, without the code around them."""
-        found = {layer: estimate.tensors for layer, estimate in self.estimates.items()}
         return {
-            layer: sum(t.num_bytes for t in tensors if not t.is_outside)
-            for layer, tensors in found.items()
+            layer: sum(tensor.num_bytes for tensor in found.tensors)
+            for layer, found in self.estimates.items()
         }
 
     @property
