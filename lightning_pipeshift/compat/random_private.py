@@ -9,29 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 NUM_WORDS: Final = 624
 """The words of a Mersenne Twister's state: its position before the first draw after a seed."""
-
-
-def position_of(generator: np.random.MT19937) -> ctypes.c_int:
-    """The position of one of NumPy's Mersenne Twisters, in its own memory: ``value`` is up to date.
-
-    The layout is that of NumPy's ``mt19937.h``: 624 words of 4 bytes, and then the position.
-    ``generator.state`` has it, too, and copies 2.5 KB for it.
-    """
-    return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * NUM_WORDS)
-
-
-def seed_in_place(generator: np.random.MT19937, seed: int) -> None:
-    """Seeds a generator as ``np.random.seed`` does the global one. NumPy has no public way to seed
-    an existing generator, and to make one takes several times as long.
-    """
-    generator._legacy_seeding(seed)
 
 
 def _python_words() -> Any:
@@ -56,15 +39,6 @@ def _python_words() -> Any:
 _words = _python_words()
 # NumPy's global generator, and its memory: 624 words, and behind them the position.
 _numpy: tuple[Any, Any] = (None, None)
-
-
-def python_position() -> Callable[[], int]:
-    """A function that returns the position of Python's own generator. It reads the generator's
-    memory, or else calls ``random.getstate`` every time.
-    """
-    if _words is None:
-        return lambda: random.getstate()[1][-1]
-    return lambda: int(_words[0])
 
 
 def host_mark() -> Any:

@@ -189,14 +189,6 @@ without_torch_dispatch = torch._C._DisableTorchDispatch
 """Context without dispatch modes and ``__torch_dispatch__`` of subclasses: a class of C++, which
 takes a hundredth of the time of ``no_dispatch``."""
 
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of a subclass that only has a ``__torch_dispatch__``. A method of
-Python that does the same would be called for every function."""
-
-interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The innermost function transform (``torch.func.grad``) under way; ``None`` for none. torch has no
-public way to ask."""
-
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The schema of an operation, as ``__torch_dispatch__`` gets it: its name, and which arguments it
 writes to or returns views of."""
@@ -208,17 +200,10 @@ many forms. ``nn.Module.to`` parses them with this, too."""
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
 """Reads the value of a tensor with one element: ``Tensor.item``."""
-UNIQUE: Final = "aten::_unique2"
-"""The operation behind ``torch.unique``, which waits for the values."""
-INDEX_PUT: Final = "aten::_index_put_impl_"
 FOR_EACH: Final = "aten::_foreach_"
 """The beginning of the names of operations on lists of tensors, which optimizers use."""
 COPY_TO: Final = torch.ops.aten._to_copy.default
 """The operation behind ``Tensor.to`` where it copies."""
-PRIVATE_READS: Final = frozenset({"_is_all_true", "_is_any_true"})
-"""Methods of a tensor that read its values."""
-PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
-"""Methods and attributes of a tensor that do not depend on its values."""
 
 
 def one_by_one(for_each: Any, *args: Any, **kwargs: Any) -> Any:
@@ -474,10 +459,6 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrget
     "_forward_hooks"
 )
 """A module's forward hooks by number. Torch's public functions only add and remove them."""
-hooks_with_kwargs_of: Callable[[nn.Module], dict[int, bool]] = attrgetter(
-    "_forward_hooks_with_kwargs"
-)
-"""The numbers of the forward hooks that take keyword arguments."""
 
 
 FORWARD_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks"})

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.parameters.uses import ParameterUse, parameter_uses
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.channels import Channels
@@ -67,7 +69,6 @@ class FirstLook:
         channels: this stage's connections.
         replicas: the virtual machines.
         planning: says whether layers are to be timed.
-        streams: the random streams.
     """
 
     def __init__(
@@ -77,14 +78,12 @@ class FirstLook:
         channels: Channels,
         replicas: Replicas,
         planning: Replanning,
-        streams: RandomStreams,
     ) -> None:
         self._root = root
         self._layers = layers
         self._channels = channels
         self._replicas = replicas
         self._planning = planning
-        self._streams = streams
 
     def look(
         self,
@@ -168,17 +167,20 @@ class FirstLook:
             return FakeRun(len(layers), end="nothing depends on it")
         run = partial(step, self._root)
         in_step = StepGroup(self._replicas.vm, self._replicas.count).in_force()
-        with self._streams.switched(*key), in_step:
-            states = self._streams.torch_states()
-            found = run_without_values(self._root, layers, self._channels.device, run, batch, known)
-            found.draws = self._streams.has_drawn_on_host() or not all(
-                map(torch.equal, states, self._streams.torch_states())
+        device = self._channels.device
+        generators = generators_of(device)
+        with drawing_from(generators, True, stream_seed(*key)), in_step:
+            states, mark = [each.get_state() for each in generators], host_mark()
+            found = run_without_values(self._root, layers, device, run, batch, known)
+            found.draws = host_mark() != mark or not all(
+                torch.equal(each.get_state(), state)
+                for each, state in zip(generators, states, strict=True)
             )
         return found
 
     def _timed(self, found: FakeRun, batch: list[Any], trains: bool) -> dict[int, Figures]:
         """The times of layers, on random data of the shapes that they are called with."""
-        stopwatch = Stopwatch(self._channels.device, self._streams, trains, batch)
+        stopwatch = Stopwatch(self._channels.device, trains, batch)
         with torch.inference_mode(False), without_compiling():
             for call in found.calls:
                 each = self._layers[call.layer]

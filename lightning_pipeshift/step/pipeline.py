@@ -38,9 +38,9 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
     resident_in,
 )
-from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams, stream_seed
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
@@ -92,7 +92,6 @@ from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.reporting import Reporting
-from lightning_pipeshift.step.step_logs import StepLogs
 from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import (
@@ -107,7 +106,7 @@ from lightning_pipeshift.step.votes import Votes
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import Prefetch, Structure
+from lightning_pipeshift.values.gathering import Prefetch, Structure, kept
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
@@ -201,7 +200,6 @@ class Pipeline:
             self._threads,
             LinkMeter(channels.payload_sockets),
         )
-        self.streams = RandomStreams(channels.device)
         # Random streams are those of layers, so more stages must not mean more layers.
         given = settings.plan and len(settings.plan.layers)
         layers = find_layers(root, given or num_layers_in(settings.partition) or FEWEST_LAYERS)
@@ -218,9 +216,7 @@ class Pipeline:
                 " layers inside. Compile the layers instead, each by itself:"
                 f" `{next(iter(layers))}.compile()`, and so on."
             )
-        self._first_look = FirstLook(
-            root, self._layers, channels, replicas, self.planning, self.streams
-        )
+        self._first_look = FirstLook(root, self._layers, channels, replicas, self.planning)
         settings.check(self._layers, replicas.topology.stages_per_vm)
         self.changes = Changes(self._move, self._put_in_force)
         self._reporting = Reporting(replicas)
@@ -262,7 +258,7 @@ class Pipeline:
         self.asks_to_end = self.is_to_end = False
         self.recorder_of_actions: Recorder | None = None
         """Takes notes of the current step, if it is recorded: see :meth:`record_actions`."""
-        self.recorder = StepLogs(self.root)
+        self.recorder = LogRecorder(self.root, kept, running)
         """Replaces the LightningModule's ``log`` while a step runs."""
         self.core: Core | None = None
         self._placed: AbstractContextManager[None] | None = None

@@ -96,7 +96,7 @@ class Microbatch(Calls):
         self._recomputes = False
         self.timer: Timer | None = None
         """Times the layers that this stage runs, if that is wanted."""
-        self.finite = finite_check((core.seed, "", core.step_number, turn), core.stage)
+        self.finite = finite_check(turn, core.step_number, core.stage)
         """With torch's anomaly mode: looks for values that are no numbers."""
 
     def release(self) -> None:
@@ -291,11 +291,13 @@ class Microbatch(Calls):
             if self.timer is not None:
                 forward = self.timer.timed(number, forward)
             versions = versions_in(others.values()) if others else []
+            inputs = []
             if self.finite is not None:
-                self.finite.given(label, (run_args, run_kwargs))
+                inputs = Arguments(given(run_args, run_kwargs), _described).tensors
+                self.finite.given(label, inputs)
             result, left = leaving_flags(forward, flagged, flags, *run_args, **run_kwargs)
             if self.finite is not None:
-                self.finite.returned(label, (run_args, run_kwargs), leaves_of(result))
+                self.finite.returned(label, inputs, leaves_of(result))
             if is_bare:
                 changed = watch.look()
             if contract is not None and changed:

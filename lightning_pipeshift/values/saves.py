@@ -21,8 +21,9 @@ from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
 from lightning_pipeshift.model.saved.hooks import are_alone
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 
 
@@ -89,8 +90,7 @@ class Saves:
             resident: addresses of the model's own tensors.
         """
         self._table, self._store, self._observer = table, store, observer
-        self._between = BetweenLayers(table, observer, resident)
-        self._between.in_front_of(self.first)
+        self._between = BetweenLayers(table, observer, resident, self.first)
         if observer is not None:
             observer.begin()
             self._received.update(resident)
@@ -134,12 +134,10 @@ class Saves:
         table, observer = self._table, self._observer
         if gate.index in self.recompute:
             held = self.recompute[gate.index]
-            call = region = RecomputedRegion(
-                gate, args, kwargs, _nothing, table, observer, held, run
-            )
+            call = region = RecomputedRegion(gate, run, table, observer, held)
         elif self._between is not None:
-            call = LayerCall(gate, args, kwargs, table, observer, run)
-        output = run(*args, **kwargs) if call is None else call.run()
+            call = LayerCall(gate, run, table, observer)
+        output = run(*args, **kwargs) if call is None else call.run(args, kwargs)
         if region is not None:
             # Known from earlier microbatches: user code does not modify the inputs.
             if gate.keeps_inputs:
@@ -185,7 +183,7 @@ class Saves:
         many as there is room for. The others run when the backward comes to them.
         """
         for region in reversed(self._regions):
-            if not self._table.has_room(region.needed_bytes):
+            if self._store is not None and not self._store.has_room(region.needed_bytes):
                 break
             region.run_again()
         self._regions.clear()
@@ -195,7 +193,3 @@ class Saves:
         self._regions.clear()
         if self._observer is not None:
             self._observer.end()
-
-
-def _nothing() -> None:
-    """A second run draws from the stream of its call."""

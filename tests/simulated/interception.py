@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
-    UNIQUE,
     OperationMode,
     parse_to,
     pytree,
@@ -37,7 +36,7 @@ _READS = frozenset(
         "aten::repeat_interleave",
         "aten::unique_consecutive",
         "aten::unique_dim",
-        UNIQUE,
+        "aten::_unique2",
     }
 )
 # What does not touch the values of the tensors that it is given, and of those that it makes.

@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.observer import Observer
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 
 
 class CodeBytes(OperationMode):

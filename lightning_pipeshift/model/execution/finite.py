@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
-from lightning_pipeshift.model.execution.trees import flatten
 
 log = logging.getLogger(__name__)
 
@@ -35,36 +34,32 @@ class FiniteCheck:
         self._place = place
         self._first_infinite: str | None = None
 
-    def given(self, name: str, arguments: Any) -> None:
+    def given(self, name: str, arguments: Iterable[Any]) -> None:
         """Raises NotFiniteError if an argument of the layer of this name is NaN."""
-        leaves, _ = flatten(arguments, opens_objects=True)
-        if _has(torch.isnan, leaves):
+        if _has(torch.isnan, arguments):
             raise NotFiniteError(
                 f"NaN first appears in the arguments of the layer {name!r}, in {self._place}:"
                 " in the batch, or in the code before this layer."
             )
 
-    def returned(self, name: str, arguments: Any, results: Iterable[Any]) -> None:
+    def returned(self, name: str, arguments: Sequence[Any], results: Sequence[Any]) -> None:
         """Raises NotFiniteError if the layer of this name returns NaN without NaN in its
         arguments.
         """
-        results = list(results)
         if _has(torch.isnan, results):
-            given, _ = flatten(arguments, opens_objects=True)
-            cause = " It was given infinite values." if _has(torch.isinf, given) else ""
+            cause = " It was given infinite values." if _has(torch.isinf, arguments) else ""
             raise NotFiniteError(
                 f"NaN first appears in the result of the layer {name!r}, in {self._place}."
                 f"{cause}{self._infinite}"
             )
-        if self._first_infinite is None and _has(torch.isinf, results):
-            given, _ = flatten(arguments, opens_objects=True)
-            if not _has(torch.isinf, given):
-                self._first_infinite = name
-                log.warning(
-                    "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
-                    name,
-                    self._place,
-                )
+        is_first = self._first_infinite is None and _has(torch.isinf, results)
+        if is_first and not _has(torch.isinf, arguments):
+            self._first_infinite = name
+            log.warning(
+                "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
+                name,
+                self._place,
+            )
 
     def loss(self, value: Any) -> None:
         """Raises NotFiniteError if the loss is not finite."""
@@ -88,16 +83,10 @@ class FiniteCheck:
         return f" The layer {self._first_infinite!r} has returned infinite values before."
 
 
-def finite_check(key: Sequence[int | str], stage: int) -> FiniteCheck | None:
-    """Returns a check, if torch's anomaly mode is on.
-
-    Args:
-        key: of the random streams: the seed, the purpose, the step, the microbatch.
-        stage: the stage whose layers are checked.
-    """
+def finite_check(microbatch: int, step: int, stage: int) -> FiniteCheck | None:
+    """Returns a check, if torch's anomaly mode is on."""
     if not torch.is_anomaly_enabled():
         return None
-    _, _, step, microbatch, *_ = key
     return FiniteCheck(f"microbatch {microbatch} of step {step} on stage {stage}")
 
 

@@ -6,7 +6,7 @@ This gives a first estimate, for the plan of the first steps. Training itself is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
+from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.model.user_state.preserve import ObjectState
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 _REPEATS = 3
@@ -45,7 +47,6 @@ class Figures(NamedTuple):
         tensors: the saved tensors of its forward.
         input_bytes: the size of its inputs.
         working_bytes: the memory that it takes for a moment in addition, forward or backward.
-        code_bytes: likewise, the code around it.
     """
 
     forward_seconds: float
@@ -53,7 +54,6 @@ class Figures(NamedTuple):
     tensors: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
     working_bytes: int = 0
-    code_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
         """The sum of two calls."""
@@ -67,15 +67,12 @@ class Figures(NamedTuple):
 
 
 class Stopwatch:
-    """Times every layer once while a step is traced.
-
-    Each layer runs by itself on synthetic inputs of the recorded shapes, so no other layer has to
-    be on this stage, and nothing in the model changes. Layers of the same class, shapes and kinds
-    of inputs are timed once.
+    """Times layers, each by itself on synthetic inputs: no other layer has to be on this stage, and
+    nothing in the model changes. Layers of the same class, shapes and kinds of inputs are timed
+    once.
 
     Args:
         device: where to run.
-        streams: to keep the random state as it is.
         trains: whether to measure backwards too.
         held: tensors that are in use anyway, in addition to parameters and buffers: the batch.
     """
@@ -83,16 +80,13 @@ class Stopwatch:
     def __init__(
         self,
         device: torch.device,
-        streams: RandomStreams,
         trains: bool = False,
         held: Iterable[Any] = (),
     ) -> None:
         self.figures: dict[int, Figures] = {}
-        self.trains = trains
-        self.held = [leaf for leaf in held if isinstance(leaf, Tensor)]
+        self._trains = trains
         self._device = device
-        self._streams = streams
-        self._addresses = frozenset(map(address_of, self.held))
+        self._addresses = frozenset(address_of(leaf) for leaf in held if isinstance(leaf, Tensor))
         self._known: dict[Any, Figures | None] = {}
 
     def observe_call(self, gate: NamedLayer, leaves: Sequence[Any], rebuild: Rebuild) -> None:
@@ -113,8 +107,8 @@ class Stopwatch:
             ),
         )
         if signature not in self._known:
-            figures = self._time(gate, leaves, rebuild, self.trains)
-            if figures is None and self.trains:
+            figures = self._time(gate, leaves, rebuild, self._trains)
+            if figures is None and self._trains:
                 figures = self._time(gate, leaves, rebuild, False)
             self._known[signature] = figures
         figures = self._known[signature]
@@ -130,10 +124,9 @@ class Stopwatch:
         observer = Observer(self._device)
         try:
             with (
-                self._streams.switched("measure", gate.index),
+                drawing_from(generators_of(self._device), True, stream_seed("measure", gate.index)),
                 torch.set_grad_enabled(trains),
-                # The modes that trace the step take longer than small operations, and must not
-                # record the measurement as user code.
+                # The user's modes must not record the measurement.
                 dispatch_modes_disabled(),
                 without_torch_function(),
                 substituted(slots, self._here(slots, trains)),
@@ -147,9 +140,10 @@ class Stopwatch:
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     # The last run, when the device is warm: each operation is timed.
                     if repeat == _REPEATS - 1:
-                        stand_ins = self._stand_ins(leaves, inputs)
-                        table = SavedTable(left_out=stand_ins, device=self._device)
-                        run = LayerCall(gate, args, kwargs, table, observer).run
+                        batch = map(address_of, self._of_batch(leaves, inputs))
+                        table = SavedTable(left_out=batch, device=self._device)
+                        call = LayerCall(gate, gate.run, table, observer)
+                        run = partial(call.run, args, kwargs)
                     try:
                         output, seconds = self._seconds(run)
                     finally:
@@ -183,11 +177,9 @@ class Stopwatch:
         accumulated gradients, and the batch.
         """
         inputs: Any = [self._random_like(leaf, True) for leaf in leaves]
-        there = {address_of(x): x for slot in slots if (x := slot.get()) is not None}
-        gradients = [x.grad for x in there.values() if x.grad is not None]
-        stand_ins = set(self._stand_ins(leaves, inputs))
-        batch = [x for x in inputs if isinstance(x, Tensor) and address_of(x) in stand_ins]
-        live = LiveBytes(self._device, [*there.values(), *gradients, *batch])
+        there = [x for slot in slots if (x := slot.get()) is not None]
+        gradients = [x.grad for x in there if x.grad is not None]
+        live = LiveBytes(self._device, [*there, *gradients, *self._of_batch(leaves, inputs)])
         with live:
             live.note(inputs)
             args, kwargs = rebuild(inputs)
@@ -205,12 +197,13 @@ class Stopwatch:
                 end.backward(end.detach())
         return live.peak_bytes
 
-    def _stand_ins(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> Iterator[int]:
-        """The addresses of synthetic inputs that replace memory in use anyway."""
-        for leaf, number in zip(leaves, inputs, strict=True):
-            is_real = isinstance(leaf, Tensor)
-            if is_real and address_of(leaf) in self._addresses:
-                yield address_of(number)
+    def _of_batch(self, leaves: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
+        """The synthetic inputs in the place of tensors that are in use anyway."""
+        return [
+            number
+            for leaf, number in zip(leaves, inputs, strict=True)
+            if isinstance(leaf, Tensor) and address_of(leaf) in self._addresses
+        ]
 
     def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)

@@ -57,9 +57,7 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
         BatchError: tensors of the batch differ in their first dimension.
     """
     if num_microbatches == 1:
-        leaves = flatten(batch)[0]
-        sized = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
-        return [(batch, batch_size_of(batch) if sized else 1)]
+        return [(batch, size_or_one(batch))]
     size = batch_size_of(batch)
     leaves, rebuild = flatten(batch, is_leaf=lambda node: _is_column(node, size))
     for leaf in leaves:

@@ -11,7 +11,7 @@ On a GPU the marks are events in the stream, read after they have completed: no 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -22,33 +22,12 @@ from torch import Tensor
 from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
 from lightning_pipeshift.model.execution.trees import leaves_of
 
+# Of each interval the latest samples are kept.
 _MOST_SAMPLES = 512
 
 _WORK = ("forward", "backward")
 # In place of a layer, where a backward waits for another stage.
 _WAITS = -2
-
-
-class Samples:
-    """The latest samples of a repeated measurement."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_MOST_SAMPLES)
-        self.count = 0
-        """How many there were, with those that were dropped."""
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        """Adds a sample; drops the oldest one if there are many."""
-        self._values.append(value)
-        self.count += 1
-
-    @property
-    def median(self) -> float:
-        """The median of the samples: occasional disturbances of the machine do not change it."""
-        return median(self._values)
 
 
 class Timer:
@@ -60,15 +39,15 @@ class Timer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._samples: dict[tuple[str, int], Samples] = {}
+        self._samples: dict[tuple[str, int], deque[float]] = {}
+        # How many there were, with those that were dropped.
+        self._counts: Counter[tuple[str, int]] = Counter()
         # Marked intervals that have not been read yet.
         self._marked: list[tuple[tuple[str, int], Event, Event, bool]] = []
         # The layers' time that was read since the last interval around some.
         self._inside = 0.0
         self._entered: list[tuple[int, Event]] = []
-        self._begin: Event | None = None
-        # Of this thread's processor, and of the clock: when a forward began, and those of all.
-        self._clocks = (0.0, 0.0)
+        # The seconds of all forwards: of this thread's processor, and of the clock.
         self._ran, self._took = 0.0, 0.0
 
     def now(self) -> Event:
@@ -93,21 +72,17 @@ class Timer:
         """A layer's forward that is timed, and so is its backward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._start()
+            begin, ran, took = self.now(), time.thread_time(), time.perf_counter()
             result = forward(*args, **kwargs)
-            self._stop(layer, leaves_of(result))
+            self.add("forward", layer, begin, self.now())
+            self._ran += time.thread_time() - ran
+            self._took += time.perf_counter() - took
+            self._time_backward(layer, leaves_of(result))
             return result
 
         return run
 
-    def _start(self) -> None:
-        self._begin = self.now()
-        self._clocks = time.thread_time(), time.perf_counter()
-
-    def _stop(self, layer: int, results: Sequence[Any]) -> None:
-        self.add("forward", layer, self._begin, self.now())
-        self._ran += time.thread_time() - self._clocks[0]
-        self._took += time.perf_counter() - self._clocks[1]
+    def _time_backward(self, layer: int, results: Sequence[Any]) -> None:
         has_entered: list[bool] = []
 
         def enter(_: Any) -> None:
@@ -154,7 +129,8 @@ class Timer:
                 self._inside += seconds if key[1] >= 0 else 0.0
             elif is_around:
                 seconds, self._inside = max(0.0, seconds - self._inside), 0.0
-            self._samples.setdefault(key, Samples()).add(seconds)
+            self._samples.setdefault(key, deque(maxlen=_MOST_SAMPLES)).append(seconds)
+            self._counts[key] += 1
         self._marked = waiting
         return work
 
@@ -162,9 +138,9 @@ class Timer:
     def typical_seconds(self) -> float:
         """The work in all samples, if each of a layer had taken as long as the median one."""
         return sum(
-            found.count * found.median
-            for (what, _), found in self._samples.items()
-            if what in _WORK
+            self._counts[key] * median(found)
+            for key, found in self._samples.items()
+            if key[0] in _WORK
         )
 
     @property
@@ -173,12 +149,15 @@ class Timer:
         return min(1.0, self._ran / self._took) if self._took else 1.0
 
     def median(self, what: str, number: int = -1) -> float | None:
-        """See :attr:`Samples.median`; ``None`` if there are no samples."""
+        """The median of an interval's samples: occasional disturbances of the machine do not change
+        it; ``None`` if there are none.
+        """
         samples = self._samples.get((what, number))
-        return samples.median if samples else None
+        return median(samples) if samples else None
 
     def forget(self) -> None:
         """Discards all samples, for example those of warm-up steps."""
         self._samples.clear()
+        self._counts.clear()
         self._marked.clear()
         self._ran = self._took = self._inside = 0.0

@@ -2,7 +2,7 @@
 
 ``torch.utils._pytree`` handles dicts, lists, tuples, named tuples and classes that a library has
 registered (Hugging Face registers its outputs). This module also opens dataclasses and dict-like
-classes that are not registered.
+classes that are not registered. And where a tensor is in memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import pytree
 
@@ -24,19 +24,16 @@ Rebuild = Callable[[list[Any]], Any]
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens_objects: bool = False
-) -> tuple[list[Any], Rebuild]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Rebuild]:
     """Returns the leaves of a structure, and a function that builds an equal structure from other
     leaves.
 
     Args:
         tree: the structure.
         is_leaf: returns whether to treat a node as a leaf, whatever it contains.
-        opens_objects: whether objects of any class with tensors as attributes are opened too.
     """
     leaves: list[Any] = []
-    node = _open(tree, leaves, is_leaf, opens_objects)
+    node = _open(tree, leaves, is_leaf)
     # Whoever keeps the function does not keep the leaves.
     num_leaves = len(leaves)
 
@@ -56,9 +53,7 @@ class _Node(NamedTuple):
     parts: list[_Node | None]
 
 
-def _open(
-    tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, opens_objects: bool
-) -> _Node | None:
+def _open(tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> _Node | None:
     """Appends a structure's leaves to a list; returns how to build the structure again."""
     kind: Any = type(tree)
     parts: Any = ()
@@ -70,14 +65,14 @@ def _open(
         elif kind is dict:
             parts, make = tree.values(), partial(_dict_of, tuple(tree))
         elif kind not in _PLAIN:
-            parts, make = _opened(tree, opens_objects)
+            parts, make = _opened(tree)
     if make is None:
         leaves.append(tree)
         return None
-    return _Node(make, [_open(part, leaves, is_leaf, opens_objects) for part in parts])
+    return _Node(make, [_open(part, leaves, is_leaf) for part in parts])
 
 
-def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
+def _opened(tree: Any) -> tuple[Any, Any]:
     """The parts of a structure that is no tuple, list or dict, and how to build it of others."""
     # By its number: torch's function is a reference cycle, and keeps what the given one refers to.
     number = id(tree)
@@ -85,8 +80,6 @@ def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
     if not (len(parts) == 1 and parts[0] is tree):
         return parts, partial(pytree.tree_unflatten, treespec=spec)
     fields = _fields(tree)
-    if fields is None and opens_objects:
-        fields = _attributes(tree)
     return ([fields], partial(_with_fields, tree)) if fields is not None else (None, None)
 
 
@@ -100,11 +93,9 @@ def _dict_of(keys: tuple[Any, ...], values: list[Any]) -> dict[Any, Any]:
     return dict(zip(keys, values, strict=True))
 
 
-def are_values(trees: Iterable[Any]) -> bool:
-    """Whether all of these are tensors of torch's own class, numbers, texts or ``None``: the usual
-    case, in which there is nothing to open and nothing to replace.
-    """
-    return all(type(tree) is Tensor or type(tree) in _PLAIN for tree in trees)
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf may have other contents later: it is no number, text, ``None`` or tensor."""
+    return not isinstance(leaf, Tensor) and type(leaf) not in _PLAIN
 
 
 def structure_of(tree: Any) -> str:
@@ -133,14 +124,6 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     return None
 
 
-def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """An object's attributes, if tensors are among them."""
-    attributes = getattr(leaf, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(leaf, Tensor | nn.Module | type):
-        return None
-    return dict(attributes) if any(isinstance(x, Tensor) for x in attributes.values()) else None
-
-
 def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
     """A copy of an object with other fields. Copying it and then setting the fields also works for
     frozen classes, and for those with their own ``__init__``.
@@ -160,3 +143,21 @@ def address_of(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
+
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A tensor's offset, size, strides and type, in its memory."""
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Where a tensor is in its memory."""
+    if tensor.layout is not torch.strided:
+        return 0, tuple(tensor.shape), (), tensor.dtype
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def view_in(memory: Tensor, layout: Layout) -> Tensor:
+    """A tensor of this layout in the memory of another one, and no view of that for autograd."""
+    offset, size, strides, dtype = layout
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), offset, size, strides)

@@ -1,9 +1,8 @@
 """Handles the tensors that the code between layers saves for its backward.
 
-This is user code. It runs on the stage of the layer that follows it, and saves tensors as layers
-do: an activation function between two layers saves its output, a loss the logarithms of all
-probabilities. They count for that layer, and may be offloaded like its own saved tensors; but
-recomputing the layer does not recompute them.
+This is user code, and saves tensors as layers do: an activation function between two layers saves
+its output, a loss the logarithms of all probabilities. They count for the layer that has run last,
+and may be offloaded like its own saved tensors; but recomputing the layer does not recompute them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.model.saved.hooks import saving
-from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
+from lightning_pipeshift.model.saved.observer import Observer
+from lightning_pipeshift.model.saved.saved_tensors import Saved, SavedTable
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
 
 
@@ -28,21 +28,19 @@ class BetweenLayers:
         table: the microbatch's saved tensors.
         observer: records saved tensors, if needed.
         resident: addresses of the model's own tensors.
+        first: the first layer of the stage, for which code before all layers counts.
     """
 
-    def __init__(self, table: SavedTable, observer: Observer | None, resident: Set[int]) -> None:
+    def __init__(
+        self, table: SavedTable, observer: Observer | None, resident: Set[int], first: int
+    ) -> None:
         self._table = table
         self._observer = observer
         self._resident = resident
-        self._layer = 0
-        self._number = FRONT
-
-    def in_front_of(self, layer: int) -> None:
-        """Called when code before a layer starts to run."""
-        self._layer, self._number = layer, FRONT
+        self._layer, self._number = first, FRONT
 
     def behind(self, layer: int) -> None:
-        """Called when code after the last layer starts to run."""
+        """Called when code after a layer starts to run."""
         self._layer, self._number = layer, BEHIND
 
     def watched(self) -> AbstractContextManager[Any]:

@@ -31,16 +31,20 @@ from lightning_pipeshift.compat.torch_private import (
     schema_of,
     version_of,
 )
-from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
+from lightning_pipeshift.model.execution.trees import (
+    Layout,
+    address_of,
+    flatten,
+    layout_of,
+    leaves_of,
+    view_in,
+)
 
 _NUM_TRIED: Final = 100
 """Operations that are timed together."""
 
 Fetch = Callable[[], Tensor]
 """Returns a held tensor, when it is on the device."""
-
-Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-"""A tensor's offset, size, strides and type, in its memory."""
 
 Key = tuple[Any, int]
 """An operation, and how many of its kind ran before it."""
@@ -145,7 +149,7 @@ class HeldResults(OperationMode):
                 storage = StorageWeakRef(leaf.untyped_storage())
                 self._by_address[address_of(leaf)] = key, storage, version_of(leaf)
         described = tuple(
-            _Tensor(address_of(leaf), _layout(leaf)) if isinstance(leaf, Tensor) else leaf
+            _Tensor(address_of(leaf), layout_of(leaf)) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         )
         self._made[key] = Result(_inputs(args, kwargs), described, rebuild)
@@ -216,7 +220,7 @@ class LeftOut(OperationMode):
             return func(*args, **kwargs)
         result, fetches = skip
         held = [
-            _in(fetches[leaf.address](), leaf.layout) if isinstance(leaf, _Tensor) else leaf
+            view_in(fetches[leaf.address](), leaf.layout) if isinstance(leaf, _Tensor) else leaf
             for leaf in result.leaves
         ]
         if key not in self._known:
@@ -227,27 +231,15 @@ class LeftOut(OperationMode):
         return result.rebuild(held)
 
 
-def _in(memory: Tensor, layout: Layout) -> Tensor:
-    offset, size, strides, dtype = layout
-    view = torch.empty(0, dtype=dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), offset, size, strides)
-
-
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two results have the same bits."""
     if not isinstance(one, Tensor):
         return bool(one == other)
-    if _layout(one)[1:] != _layout(other)[1:]:
+    if layout_of(one)[1:] != layout_of(other)[1:]:
         return False
     bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*bits)
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[Layout, ...]:
-    return tuple(_layout(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
-
-
-def _layout(tensor: Tensor) -> Layout:
-    if tensor.layout is not torch.strided:
-        return 0, tuple(tensor.shape), (), tensor.dtype
-    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tuple(layout_of(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))

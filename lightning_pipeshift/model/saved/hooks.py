@@ -62,25 +62,6 @@ def are_alone() -> bool:
     return top is None or (bool(ours) and top[0] is ours[-1][0])
 
 
-@contextmanager
-def set_aside() -> Iterator[None]:
-    """Context without PipeShift's hooks, but with the user's, and with those that the user's are
-    inside of.
-    """
-    aside: list[Hooks] = []
-    for hooks in reversed(_OURS.hooks):
-        top = top_saved_hooks()
-        if top is None or top[0] is not hooks[0]:
-            break
-        pop_saved_hooks()
-        aside.append(hooks)
-    try:
-        yield
-    finally:
-        for hooks in reversed(aside):
-            push_saved_hooks(*hooks)
-
-
 class _StandingAside:
     """Replaces the function by which ``torch.func`` disables hooks, while PipeShift's are
     active.
@@ -110,12 +91,24 @@ class _StandingAside:
 
     @contextmanager
     def disable(self, error_message: str) -> Iterator[None]:
-        """Context without PipeShift's hooks, in which no hooks may be set."""
-        original = self._original
-        assert original is not None
-        # With the user's hooks, torch raises the error that they do not work together.
-        with set_aside(), original(error_message):
-            yield
+        """Context without PipeShift's hooks, in which no hooks may be set. The user's remain, and
+        those that the user's are inside of: with them, torch raises the error that they do not work
+        together.
+        """
+        assert self._original is not None
+        aside: list[Hooks] = []
+        for hooks in reversed(_OURS.hooks):
+            top = top_saved_hooks()
+            if top is None or top[0] is not hooks[0]:
+                break
+            pop_saved_hooks()
+            aside.append(hooks)
+        try:
+            with self._original(error_message):
+                yield
+        finally:
+            for hooks in reversed(aside):
+                push_saved_hooks(*hooks)
 
 
 _ASIDE = _StandingAside()

@@ -15,8 +15,8 @@ ran, the layer cannot be recomputed, and keeps its saved tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,23 +31,15 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import address_of, are_values, flatten
+from lightning_pipeshift.model.execution.trees import address_of, flatten, is_object, layout_of
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.model.saved.saved_tensors import (
-    GIVEN,
-    Observer,
-    Origins,
-    Saved,
-    SavedTable,
-    resident_in,
-)
+from lightning_pipeshift.model.saved.observer import Observer, Origins
+from lightning_pipeshift.model.saved.saved_tensors import GIVEN, Saved, SavedTable, resident_in
 from lightning_pipeshift.model.user_state.preserve import ObjectState
-
-Ambient = Callable[[], AbstractContextManager[object]]
 
 
 class LayerCall:
@@ -55,36 +47,28 @@ class LayerCall:
 
     Args:
         gate: that of the layer.
-        args: the arguments of the call.
-        kwargs: likewise.
+        forward: runs the layer.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
         gate: NamedLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        forward: Callable[..., Any],
         table: SavedTable,
         observer: Observer | None = None,
-        forward: Callable[..., Any] | None = None,
     ) -> None:
         self.gate = gate
-        self._forward = forward or gate.run
-        self._args, self._kwargs = args, kwargs
+        self._forward = forward
         self._table = table
         self._observer = observer
         gate.bring_weights()
         self._resident = resident_in(gate.layer)
         self._count = 0
 
-    def run(self) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer."""
-        args, kwargs = self._args, self._kwargs
-        # Only the caller decides for how long the arguments are kept alive.
-        self._args, self._kwargs = (), {}
         with ExitStack() as stack:
             origins = None
             if self._observer is not None:
@@ -120,78 +104,71 @@ class RecomputedRegion(LayerCall):
 
     Args:
         gate: that of the layer.
-        args: the arguments of the call.
-        kwargs: likewise.
-        draw: restarts the call's own random stream.
+        forward: runs the layer; with the same random numbers each time.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
         held: the numbers of saved tensors that are not dropped.
-        forward: runs the layer; by default the gate does.
     """
 
     def __init__(
         self,
         gate: NamedLayer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        draw: Callable[[], object],
-        table: SavedTable | None = None,
+        forward: Callable[..., Any],
+        table: SavedTable,
         observer: Observer | None = None,
         held: Set[int] = frozenset(),
-        forward: Callable[..., Any] | None = None,
     ) -> None:
-        super().__init__(gate, args, kwargs, table or SavedTable(), observer, forward)
+        super().__init__(gate, forward, table, observer)
         self._held = held
         self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
         """By number of a held tensor, its operation, and the address that it had."""
-        self._draw = draw
-        self._ambient = _ambient()
-        leaves, self._rebuild = flatten((args, kwargs))
-        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
-        unique = {id(leaf): leaf for leaf in leaves}
-        places = {identity: place for place, identity in enumerate(unique)}
-        self._places = [places[id(leaf)] for leaf in leaves]
-        self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
-        self._objects = [leaf for leaf in unique.values() if not are_values([leaf])]
-        self._before = ObjectState(*self._objects) if self._objects else None
-        self._slots = slots_of(gate.layer)
-        # Its parameters are kept anyway, so a view of one takes no memory.
-        self._parameters = {
-            address_of(tensor)
-            for slot in self._slots
-            if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
-        }
+        # The precision that the code around the layer has set.
+        self._autocasts = _autocasts()
+        self._dtype = torch.get_default_dtype()
+        self._slots = [slot for slot in slots_of(gate.layer) if slot.is_buffer]
         if gate.writes_to_buffers is None:
             # Their kernels write to buffers without raising the version counter.
             gate.writes_to_buffers = any(
                 isinstance(module, NormBase) and module.track_running_stats
                 for module in gate.layer.modules()
             )
-        self._buffers = _BuffersBefore(self._slots) if gate.writes_to_buffers else None
+        self._buffers: list[tuple[Slot, Tensor]] = []
+        """The layer's buffers with what was in them before its call, if it writes to them."""
+        if gate.writes_to_buffers:
+            self._buffers = [(slot, x.detach().clone()) for slot, x in self._own_buffers()]
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
         self.num_bytes = 0
         """The number of bytes that it has dropped, as far as they were counted."""
 
-    def run(self) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the layer for the first time."""
-        versions = None
-        if self._buffers is None:
-            versions = [
-                (slot, slot.get(), _version(slot.get())) for slot in self._slots if slot.is_buffer
-            ]
+        self._keep_inputs(args, kwargs)
+        versions = []
+        if not self._buffers:
+            versions = [(slot, x, version_of(x)) for slot, x in self._own_buffers()]
         with self._results or nullcontext():
-            output = super().run()
+            output = super().run(args, kwargs)
         self._note_makers()
-        if versions is not None and any(
-            slot.get() is not before or _version(before) != version
-            for slot, before, version in versions
-        ):
+        if any(slot.get() is not x or version_of(x) != version for slot, x, version in versions):
             # This is known from the next call on; this call keeps its saved tensors.
             self.gate.writes_to_buffers = True
             self._forget_inputs()
         return output
+
+    def _own_buffers(self) -> list[tuple[Slot, Tensor]]:
+        return [(slot, x) for slot in self._slots if (x := slot.get()) is not None]
+
+    def _keep_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._rebuild = flatten((args, kwargs))
+        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
+        unique = {id(leaf): leaf for leaf in leaves}
+        places = {identity: place for place, identity in enumerate(unique)}
+        self._places = [places[id(leaf)] for leaf in leaves]
+        self._inputs = [self._kept(leaf) for leaf in unique.values()]
+        self._objects = [leaf for leaf in unique.values() if is_object(leaf)]
+        self._before = ObjectState(*self._objects) if self._objects else None
 
     def _note_makers(self) -> None:
         """Remembers the operations of the held tensors for the layer's next call; or forgets them,
@@ -206,11 +183,22 @@ class RecomputedRegion(LayerCall):
         elif found != known[names]:
             del known[names]
 
+    def _kept(self, leaf: Any) -> tuple[Any, bool]:
+        """A leaf of the arguments, which may be moved and is watched for writes if it is a tensor,
+        and whether it needs a gradient.
+        """
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf, False
+        saved = self._table.save(leaf, self.gate.index, GIVEN, frozenset())
+        return saved, leaf.requires_grad
+
     def _save(self, tensor: Tensor, number: int) -> Saved:
         # The mode need not see what is done with a tensor in order to save it.
         with without_torch_dispatch() if self._is_seen(tensor) else nullcontext():
             saved = super()._save(tensor, number)
-        if address_of(tensor) not in self._parameters:
+        # Its parameters and buffers are kept anyway, so a view of one takes no memory; and of other
+        # tensors than dense ones not all is in one memory.
+        if address_of(tensor) not in self._resident and tensor.layout is torch.strided:
             saved.maker = self
         if self._results is not None and number in self._held:
             key = self._results.maker_of(tensor)
@@ -231,7 +219,9 @@ class RecomputedRegion(LayerCall):
             LayerError: earlier calls could be recomputed, but this one's inputs have been written
                 to.
         """
-        is_intact = bool(self._inputs) and all(entry.is_intact for entry in self._inputs)
+        is_intact = bool(self._inputs) and all(
+            kept.is_unwritten for kept, _ in self._inputs if isinstance(kept, Saved)
+        )
         self.gate.keeps_inputs = is_intact
         if not is_intact:
             if self._is_let_go:
@@ -303,17 +293,19 @@ class RecomputedRegion(LayerCall):
 
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for context in self._ambient:
-                stack.enter_context(context())
-            if self._buffers is not None:
-                stack.enter_context(self._buffers.in_place())
+            for autocast in self._autocasts:
+                stack.enter_context(autocast())
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            # The layer does not change its own buffers.
+            before = {id(slot.get()): value for slot, value in self._buffers}
+            stack.enter_context(substituted([slot for slot, _ in self._buffers], before))
             if self._before is not None:
                 # The layer may have added to its arguments: a cache of keys and values.
                 stack.callback(ObjectState(*self._objects).put_back)
                 self._before.put_back()
-            inputs = [entry.again() for entry in self._inputs]
+            inputs = [_again(kept, needs_gradient) for kept, needs_gradient in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
-            self._draw()
             left_out = self._left_out()
             # The saved tensors of this graph are moved to the first graph; its backward never runs.
             stack.enter_context(saving(pack, _never))
@@ -339,9 +331,10 @@ class RecomputedRegion(LayerCall):
         self._inputs, self._objects, self._before = [], [], None
 
     def _require_alike(self, saved: Saved, tensor: Tensor) -> None:
-        shape, strides, dtype = saved.shape_and_strides
-        found = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        if (shape, dtype) != (found[0], found[2]):
+        assert saved.layout is not None
+        _, shape, strides, dtype = saved.layout
+        _, *found = layout_of(tensor)
+        if [shape, dtype] != [found[0], found[2]]:
             self._fail(
                 f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}",
                 f"a {dtype} tensor of shape {shape}",
@@ -366,74 +359,28 @@ class RecomputedRegion(LayerCall):
         )
 
 
-class _Input:
-    """A leaf of a layer's arguments, with its state at the call."""
-
-    __slots__ = ("_needs_gradient", "_saved", "_value")
-
-    def __init__(self, leaf: Any, layer: int, table: SavedTable) -> None:
-        self._value = leaf
-        self._saved: Saved | None = None
-        self._needs_gradient = False
-        if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
-            self._value = None
-            self._saved = table.save(leaf, layer, GIVEN, frozenset())
-            self._needs_gradient = leaf.requires_grad
-
-    @property
-    def is_intact(self) -> bool:
-        return self._saved is None or self._saved.is_unwritten
-
-    def again(self) -> Any:
-        if self._saved is None:
-            return self._value
-        alias = self._saved.get().detach()
-        # Not a leaf of the graph, so that the layer may write to it as in the first run.
-        return like_a_result(alias) if self._needs_gradient else alias
-
-
-class _BuffersBefore:
-    """The values of a layer's buffers at its call, for a layer that writes to them."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = [slot for slot in slots if slot.is_buffer]
-        self._values = [
-            (slot, tensor.detach().clone())
-            for slot in self._slots
-            if isinstance(tensor := slot.get(), Tensor)
-        ]
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context in which the layer has these buffers, and does not change its own."""
-        with substituted(self._slots, {id(slot.get()): value for slot, value in self._values}):
-            yield
-
-
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else version_of(tensor)
+def _again(kept: Any, needs_gradient: bool) -> Any:
+    """A leaf of a layer's arguments for its second run."""
+    if not isinstance(kept, Saved):
+        return kept
+    alias = kept.get().detach()
+    # Not a leaf of the graph, so that the layer may write to it as in the first run.
+    return like_a_result(alias) if needs_gradient else alias
 
 
 def _never(_: int) -> Tensor:
     raise AssertionError("the graph of a recomputation has no backward")
 
 
-def _ambient() -> list[Ambient]:
-    """The precision settings that the code around the layer has changed."""
-    contexts: list[Ambient] = []
+def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Contexts in which autocast is as it is now."""
     accelerator = initialized_accelerator()
-    for kind in ["cpu", *([accelerator] if accelerator else [])]:
-        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        contexts.append(partial(torch.autocast, kind, dtype=dtype, enabled=is_on))
-    contexts.append(partial(_default_dtype, torch.get_default_dtype()))
-    return contexts
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return [
+        partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+        )
+        for kind in ["cpu", *([accelerator] if accelerator else [])]
+    ]

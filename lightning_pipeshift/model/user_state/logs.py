@@ -1,15 +1,12 @@
-"""Logged values of a step: recorded on the last stage, logged again on every rank.
-
-Only the last stage runs the code after the last layer. The logs of all microbatches are merged into
-what a single device would have logged for the whole batch.
+"""Logged values of a step: recorded while it runs, and logged again on every rank behind it. The
+logs of all microbatches are merged into what a single device would have logged for the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,32 +40,25 @@ class LoggedValue:
     own_size: bool = False
 
 
-class Values(Protocol):
-    """Returns the values that placeholders represent."""
-
-    def kept_value(self, leaf: Any) -> Any:
-        """Returns the value that a placeholder represents, or the placeholder if another stage has
-        the value.
-        """
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Context for code other than the user's."""
-
-
 class LogRecorder:
-    """Replaces ``LightningModule.log`` while a step runs.
+    """Replaces ``LightningModule.log`` while steps run. Records what each of them logs by itself:
+    they may run in parts, in turns.
 
     Args:
         root: the LightningModule.
+        kept: a copy of what a value of a step is now; other objects as they are.
+        running: the step that runs now.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(
+        self, root: nn.Module, kept: Callable[[Any], Any], running: Callable[[], Any]
+    ) -> None:
         self._metric_names = {
             id(module): name for name, module in root.named_modules() if isinstance(module, Metric)
         }
-        self.records: list[LoggedValue] = []
-        self.current: Values | None = None
-        """Has the values of the pass that logs."""
+        self._kept = kept
+        self._running = running
+        self._by_step: dict[Any, list[LoggedValue]] = {}
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Records a value; the arguments are those of ``LightningModule.log``."""
@@ -76,13 +66,11 @@ class LogRecorder:
         if isinstance(value, Metric):
             options.setdefault("metric_attribute", self._metric_names.get(id(value)))
             value = MetricRef(self._metric_names.get(id(value), name))
-        elif self.current is not None:
-            with self.current.paused():
-                value = map_leaves(lambda x: _detached(self.current.kept_value(x)), value)  # type: ignore[union-attr]
         else:
-            value = map_leaves(_detached, value)
+            value = map_leaves(lambda leaf: _detached(self._kept(leaf)), value)
         own_size = options.get("batch_size") is not None
-        self.records.append(LoggedValue(name, value, options, own_size))
+        record = LoggedValue(name, value, options, own_size)
+        self._by_step.setdefault(self._running(), []).append(record)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Records values; the arguments are those of ``LightningModule.log_dict``."""
@@ -91,17 +79,15 @@ class LogRecorder:
             self.log(name, value, **options)
 
     def take(self) -> list[LoggedValue]:
-        """Returns the values logged since the last call."""
-        records, self.records = self.records, []
-        return records
+        """Returns what the step that runs now has logged, and forgets it."""
+        return self._by_step.pop(self._running(), [])
 
 
 _LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 
 
 def _detached(leaf: Any) -> Any:
-    is_here = isinstance(leaf, Tensor)
-    return leaf.detach().clone() if is_here else leaf
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def merge_logs(

@@ -20,8 +20,8 @@ class BatchMetrics:
     """Makes a torchmetrics object that is called for each microbatch show the value for the whole
     batch.
 
-    Used on the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are
-    not changed: their value for a step is the last microbatch's.
+    Metrics whose state cannot be merged (``full_state_update=True``) are not changed: their value
+    for a step is the last microbatch's.
     """
 
     def __init__(self, root: nn.Module) -> None:

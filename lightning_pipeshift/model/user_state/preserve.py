@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +13,19 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import OWNERS, trainer_of
-from lightning_pipeshift.model.user_state.attributes import (
-    is_framework,
-    remove_attribute,
-    set_attribute,
-    slots_of,
-)
-from lightning_pipeshift.model.user_state.generators import random_state, set_random_state
 
+# Python modules whose objects are not searched: those of frameworks, and of Python's base classes.
+_FRAMEWORKS = frozenset(
+    [
+        *("torch", "torchmetrics", "torchvision", "transformers", "timm", "numpy"),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_pipeshift"),
+        *("builtins", "abc", "typing"),
+    ]
+)
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
 _LONGEST = 100_000
@@ -39,18 +42,18 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[list[Any]]:
     The values of tensors are not restored, nor is state outside of the process. Gets the iterators
     among the objects: what they have yielded cannot be put back.
     """
-    undo = _Undo()
+    state = ObjectState(frameworks_too=False)
     modules = list(modules)
     for module in modules:
-        undo.remember_module(module)
+        state.remember_module(module)
     for trainer in filter(None, map(trainer_of, modules[:1])):
-        undo.remember_attributes(trainer)
+        state.remember_attributes(trainer)
     for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
-        undo.remember_class(kind)
+        state.remember_class(kind)
     try:
-        yield undo.iterators
+        yield state.iterators
     finally:
-        undo.undo()
+        state.put_back()
 
 
 class ObjectState:
@@ -59,33 +62,20 @@ class ObjectState:
 
     Args:
         values: the objects.
-    """
-
-    def __init__(self, *values: Any) -> None:
-        self._undo = _Undo(frameworks_too=True)
-        for value in values:
-            self._undo.remember(value, _DEPTH)
-
-    def put_back(self) -> None:
-        """Restores the state; may be called once only."""
-        self._undo.undo()
-
-
-class _Undo:
-    """The recorded state of objects.
-
-    Args:
         frameworks_too: whether to search objects of frameworks like the user's own.
     """
 
-    def __init__(self, frameworks_too: bool = False) -> None:
+    def __init__(self, *values: Any, frameworks_too: bool = True) -> None:
         self._frameworks_too = frameworks_too
         self._seen: dict[int, Any] = {}
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         self._num_left = _MOST_OBJECTS
         self.iterators: list[Any] = []
+        for value in values:
+            self._remember(value, _DEPTH)
 
-    def undo(self) -> None:
+    def put_back(self) -> None:
+        """Restores the state; may be called once only."""
         for restore in reversed(self._restore):
             restore()
         # The closures and this object refer to each other, and to all found objects: for example
@@ -102,7 +92,7 @@ class _Undo:
         """Records an object's attributes, and nothing that they refer to."""
         self._remember_dict(vars(owner), 0)
 
-    def remember(self, value: Any, depth: int) -> None:
+    def _remember(self, value: Any, depth: int) -> None:
         """Records what a value refers to."""
         if (
             depth < 0
@@ -122,14 +112,14 @@ class _Undo:
             items = list(value)
             self._restore.append(lambda: _refill(value, items))
             for item in items[:_LONGEST]:
-                self.remember(item, depth - 1)
+                self._remember(item, depth - 1)
         elif isinstance(value, set):
             self._restore.append(partial(_refill_set, value, set(value)))
         elif isinstance(value, tuple):
             for item in value:
-                self.remember(item, depth - 1)
-        elif (state := random_state(value)) is not None:
-            self._restore.append(partial(set_random_state, value, state))
+                self._remember(item, depth - 1)
+        elif (restore := _restore_generator(value)) is not None:
+            self._restore.append(restore)
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
                 copied = value.copy()
@@ -139,7 +129,7 @@ class _Undo:
         elif (
             self._frameworks_too
             or isinstance(value, nn.Module)
-            or not is_framework(type(value).__module__)
+            or not _is_framework(type(value).__module__)
         ):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
@@ -147,21 +137,21 @@ class _Undo:
             self._remember_slots(value, depth)
 
     def _remember_slots(self, value: Any, depth: int) -> None:
-        before = slots_of(value)
+        before = _in_slots(value)
 
         def restore() -> None:
-            for name, entry in slots_of(value).items():
+            for name, entry in _in_slots(value).items():
                 if name not in before:
-                    remove_attribute(value, name)
+                    object.__delattr__(value, name)
                 elif entry is not before[name]:
-                    set_attribute(value, name, before[name])
-            for name in before.keys() - slots_of(value).keys():
-                set_attribute(value, name, before[name])
+                    object.__setattr__(value, name, before[name])
+            for name in before.keys() - _in_slots(value).keys():
+                object.__setattr__(value, name, before[name])
 
         if before:
             self._restore.append(restore)
         for entry in before.values():
-            self.remember(entry, depth - 1)
+            self._remember(entry, depth - 1)
 
     def _remember_dict(self, table: dict[Any, Any], depth: int) -> None:
         before = dict(table)
@@ -176,11 +166,11 @@ class _Undo:
             for key, entry in before.items():
                 # The Trainer that runs the step is not part of it.
                 if key not in OWNERS:
-                    self.remember(entry, depth - 1)
+                    self._remember(entry, depth - 1)
 
     def remember_class(self, kind: type) -> None:
         """Records a class's own attributes, and the variables of its Python module."""
-        if is_framework(kind.__module__):
+        if _is_framework(kind.__module__):
             return
         before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
 
@@ -194,7 +184,7 @@ class _Undo:
 
         self._restore.append(restore)
         for value in before.values():
-            self.remember(value, _DEPTH - 1)
+            self._remember(value, _DEPTH - 1)
         source = sys.modules.get(kind.__module__)
         if source is not None and id(source.__dict__) not in self._seen:
             self._seen[id(source.__dict__)] = source.__dict__
@@ -212,3 +202,38 @@ def _refill(container: Any, items: list[Any]) -> None:
     ):
         container.clear()
         container.extend(items)
+
+
+def _restore_generator(value: Any) -> Callable[[], object] | None:
+    """What gives a generator of random numbers its present state; ``None`` for other values."""
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return partial(value.setstate, value.getstate())
+    return None
+
+
+def _is_framework(name: str) -> bool:
+    """Whether a Python module of this name is one of :data:`_FRAMEWORKS`, or in one."""
+    return name.partition(".")[0] in _FRAMEWORKS
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    """An object's attributes that are in slots."""
+    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if _is_framework(base.__module__):
+            continue
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                is_private = name.startswith("__") and not name.endswith("__")
+                yield f"_{base.__name__.lstrip('_')}{name}" if is_private else name

@@ -9,11 +9,9 @@ the stage's device, NumPy and Python's ``random``.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -21,19 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.random_private import (
-    NUM_WORDS,
-    host_mark,
-    position_of,
-    python_position,
-    seed_in_place,
-)
-from lightning_pipeshift.devices.properties import generators_of
+from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.errors import LayerError
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
-_python_position = python_position()
 
 
 def stream_seed(*key: int | str) -> int:
@@ -42,70 +32,6 @@ def stream_seed(*key: int | str) -> int:
     # A length before each part distinguishes ("ab", "c") from ("a", "bc").
     data = b"".join([struct.pack("<I", len(part)) + part for part in parts])
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
-
-
-class RandomStreams:
-    """Switches the global generators between streams.
-
-    Args:
-        device: the stage's device; its generator is switched together with the CPU's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = generators_of(device)
-        # NumPy's global state has 2.5 KB and is slow to read and write; its bit generator is one
-        # pointer. So each depth of nesting has its own bit generator, which is swapped in and out.
-        self._numpy_generators: list[np.random.MT19937] = []
-        self._numpy_places: list[ctypes.c_int] = []
-        """The position of each of them: :data:`NUM_WORDS` before the first draw."""
-        self._depth = 0
-
-    @contextmanager
-    def switched(self, *key: int | str) -> Iterator[None]:
-        """Context in which draws come from the key's stream; afterwards, the generators continue
-        with their earlier state."""
-        torch_states = self.torch_states()
-        python_state = random.getstate()
-        outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        numpy_state: Any = np.random.get_state(legacy=False)
-        self._depth += 1
-        if len(self._numpy_generators) < self._depth:
-            self._numpy_generators.append(np.random.MT19937(0))
-            self._numpy_places.append(position_of(self._numpy_generators[-1]))
-        try:
-            self.begin(*key)
-            yield
-        finally:
-            self._depth -= 1
-            np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
-            if numpy_state["has_gauss"]:
-                # NumPy's normal draws come in pairs; changing the generator drops the spare one.
-                np.random.set_state(numpy_state)
-            random.setstate(python_state)
-            for generator, state in zip(self._generators, torch_states, strict=True):
-                generator.set_state(state)
-
-    def begin(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: makes later draws come from another key's stream."""
-        self._seed(stream_seed(*key))
-
-    def torch_states(self) -> list[Tensor]:
-        """The states of torch's generators: that of the CPU, and of the stage's device."""
-        return [generator.get_state() for generator in self._generators]
-
-    def has_drawn_on_host(self) -> bool:
-        """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
-        has_drawn = self._numpy_places[self._depth - 1].value != NUM_WORDS
-        return has_drawn or _python_position() != NUM_WORDS
-
-    def _seed(self, seed: int) -> None:
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        numpy_generator = self._numpy_generators[self._depth - 1]
-        seed_in_place(numpy_generator, seed & _MASK_32)
-        # Setting it again also drops the spare number of NumPy's paired normal draws.
-        np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
 
 
 def _mixed(number: int) -> int:
@@ -182,50 +108,39 @@ class drawing_from:
 
 
 def global_state() -> dict[str, Any]:
-    """The state of the CPU generators that data loaders draw from."""
+    """The state of the CPU generators that data loaders draw from, in types that ``torch.load``
+    accepts with ``weights_only=True``.
+    """
+    kind, keys, *others = np.random.get_state()
+    version, words, spare = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-
-
-def set_global_state(state: dict[str, Any]) -> None:
-    """Restores the result of :func:`global_state`, in this or in another process."""
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-
-
-def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """The state in types that ``torch.load`` accepts with ``weights_only=True``."""
-    kind, keys, *others = state["numpy"]
-    version, words, spare = state["python"]
-    return {
-        "torch": state["torch"],
         "numpy": (kind, _bytes_of(keys), *others),
         "python": (version, _bytes_of(words), spare),
     }
 
 
-def _from_plain(state: dict[str, Any]) -> dict[str, Any]:
+def set_global_state(state: dict[str, Any]) -> None:
+    """Restores the result of :func:`global_state`, in this or in another process."""
     kind, keys, *others = state["numpy"]
     version, words, spare = state["python"]
-    return {
-        "torch": state["torch"],
-        "numpy": (kind, keys.numpy().view(np.uint32), *others),
-        "python": (version, tuple(words.numpy().view(np.uint32).tolist()), spare),
-    }
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, _words_of(keys), *others))
+    random.setstate((version, tuple(_words_of(words).tolist()), spare))
 
 
 def _bytes_of(words: Any) -> Tensor:
     return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.uint8))
 
 
+def _words_of(found: Tensor) -> Any:
+    return found.numpy().view(np.uint32)
+
+
 def seed_all(seed: int) -> None:
+    """Seeds torch's, NumPy's and Python's generators on the CPU."""
     torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & _MASK_32)
-    random.seed(seed)
+    seed_host(seed)
 
 
 class SharedRandomStream:
@@ -261,21 +176,18 @@ class SharedRandomStream:
             self._switch()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """The states of the shared stream, and of the own one (``None`` before it has begun), of
-        plain types and tensors.
-        """
-        here = _plain_state(global_state())
-        resting = _plain_state(self._resting) if self._resting is not None else None
+        """The states of the shared stream, and of the own one (``None`` before it has begun)."""
+        here = global_state()
         if self._is_own:
-            assert resting is not None
-            return resting, here
-        return here, resting
+            assert self._resting is not None
+            return self._resting, here
+        return here, self._resting
 
     def set_state(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Continues, on the shared stream, from a result of :meth:`state`."""
-        set_global_state(_from_plain(shared))
+        set_global_state(shared)
         self._is_own = False
-        self._resting = _from_plain(own) if own is not None else None
+        self._resting = own
 
     def _switch(self) -> None:
         leaving = global_state()

@@ -21,7 +21,8 @@ from lightning_pipeshift.devices.streams import Event, is_asynchronous
 from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
+from lightning_pipeshift.model.saved.observer import Observer
+from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
 from lightning_pipeshift.plan.partition.boundaries import Crossing
@@ -259,10 +260,9 @@ class Profiler:
     @property
     def expected_bytes(self) -> dict[int, int]:
         """The bytes that layers save for a microbatch, without the code around them."""
-        found = {layer: estimate.tensors for layer, estimate in self.estimates.items()}
         return {
-            layer: sum(t.num_bytes for t in tensors if not t.is_outside)
-            for layer, tensors in found.items()
+            layer: sum(tensor.num_bytes for tensor in found.tensors)
+            for layer, found in self.estimates.items()
         }
 
     @property
@@ -272,7 +272,7 @@ class Profiler:
         for layer in {*self.estimates, *self.observer.of_code, *self.of_others}:
             estimate = self.estimates.get(layer, Figures(0.0))
             seen = [by[layer] for by in (self.observer.of_code, self.of_others) if layer in by]
-            found[layer] = max([estimate.working_bytes, *(seen or [estimate.code_bytes])])
+            found[layer] = max([estimate.working_bytes, *seen])
         return found
 
     def _stretch(self, fewest: int) -> tuple[float, float]:

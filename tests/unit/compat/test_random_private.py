@@ -1,6 +1,8 @@
 """What ``compat.random_private`` reads of the generators' memory is what their states say."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,44 +10,28 @@ import pytest
 from lightning_pipeshift.compat import random_private
 
 
-def test_the_position_of_a_generator_of_numpys_moves_with_draws() -> None:
-    generator = np.random.MT19937(0)
-    position = random_private.position_of(generator)
-    random_private.seed_in_place(generator, 5)
-    assert position.value == random_private.NUM_WORDS == 624
-    for num_draws in (1, 3, 700):
-        generator.random_raw(num_draws)
-        assert position.value == generator.state["state"]["pos"]
-    random_private.seed_in_place(generator, 5)
-    assert position.value == random_private.NUM_WORDS
-
-
-def test_seeding_in_place_is_seeding_as_numpy_does() -> None:
-    generator = np.random.MT19937(0)
-    random_private.seed_in_place(generator, 123)
-    drawn = np.random.RandomState(generator).standard_normal(700)
-    assert np.array_equal(drawn, np.random.RandomState(123).standard_normal(700))
-
-
-def test_the_position_of_pythons_generator_moves_with_draws() -> None:
-    position = random_private.python_position()
-    before = random.getstate()
+@pytest.mark.parametrize("draw", [random.random, np.random.random_sample])
+def test_the_mark_has_the_position_that_the_states_say(draw: Callable[[], float]) -> None:
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         random.seed(1)
-        assert position() == random_private.NUM_WORDS
+        np.random.seed(1)
         for _ in range(700):
-            random.random()
-            assert position() == random.getstate()[1][-1]
+            draw()
+            _, of_numpy, _, of_python, _ = random_private.host_mark()
+            state: Any = np.random.get_state(legacy=False)
+            assert of_numpy == state["state"]["pos"]
+            assert of_python == random.getstate()[1][-1]
     finally:
-        random.setstate(before)
-
-
-def test_another_shared_generator_is_asked_for_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random, "_inst", object())
-    assert random_private.python_position()() == random.getstate()[1][-1]
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def test_the_memory_is_read_where_it_is_as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    position = random_private.python_position()
     monkeypatch.setattr(random, "getstate", lambda: pytest.fail("the whole state was copied"))
-    assert 0 < position() <= random_private.NUM_WORDS
+    assert random_private.host_mark() == random_private.host_mark()
+
+
+def test_of_a_generator_of_another_kind_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_private, "_words", None)
+    assert random_private.host_mark() != random_private.host_mark()

@@ -123,29 +123,6 @@ def test_disabled_modes_see_nothing_and_subclasses_still_do(counted: Any) -> Non
     assert mode.seen[-1] is torch.ops.aten.neg.default
 
 
-def test_a_subclass_without_torch_function_still_dispatches() -> None:
-    class Plain(Counted):
-        __torch_function__ = compat.no_torch_function
-
-    plain = compat.make_subclass(Plain, torch.ones(3))
-    Plain.functions = Plain.operations = 0
-    assert type(torch.neg(plain)) is Tensor
-    assert (Plain.functions, Plain.operations) == (0, 1)
-
-
-def test_function_transforms_are_seen_from_inside() -> None:
-    seen = []
-
-    def double(x: Tensor) -> Tensor:
-        seen.append(compat.interpreter_stack() is not None)
-        return 2 * x
-
-    assert compat.interpreter_stack() is None
-    torch.func.grad(double)(torch.tensor(1.0))
-    assert seen == [True]
-    assert compat.interpreter_stack() is None
-
-
 def test_schemas_say_names_writes_and_views() -> None:
     add = compat.schema_of(torch.ops.aten.add_.Tensor)
     assert add.name == "aten::add_"
@@ -182,14 +159,12 @@ def test_operations_have_these_names() -> None:
     optimizer = torch.optim.SGD([parameter], 0.1, foreach=True)
     with Operations() as mode:
         torch.ones(1).item()
-        torch.ones(1).unique()
         torch.ones(1).to(torch.half)
         optimizer.step()
     assert compat.COPY_TO in mode.seen
     names = [compat.schema_of(func).name for func in mode.seen]
-    assert {compat.READ_NUMBER, compat.UNIQUE} <= set(names)
+    assert compat.READ_NUMBER in names
     assert any(name.startswith(compat.FOR_EACH) for name in names)
-    assert compat.schema_of(torch.ops.aten._index_put_impl_.default).name == compat.INDEX_PUT
 
 
 def test_an_operation_on_lists_can_run_item_by_item() -> None:
@@ -198,11 +173,6 @@ def test_an_operation_on_lists_can_run_item_by_item() -> None:
         compat.one_by_one(torch.ops.aten._foreach_add_.List, tensors, tensors, alpha=2)
     assert [compat.schema_of(func).name for func in mode.seen] == ["aten::add_"] * 2
     assert [tensor.tolist() for tensor in tensors] == [[3.0] * 2, [3.0] * 3]
-
-
-def test_private_methods_and_attributes_of_tensors_exist() -> None:
-    for name in compat.PRIVATE_READS | compat.PRIVATE_QUESTIONS:
-        assert hasattr(Tensor, name), name
 
 
 # --- tensors ---
@@ -221,8 +191,6 @@ def test_a_subclass_shares_the_memory() -> None:
 
 def test_a_wrapper_has_a_shape_and_no_memory() -> None:
     class Wrapper(Tensor):
-        __torch_function__ = compat.no_torch_function
-
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:
             return torch.full((), 5.0)
@@ -373,15 +341,10 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
     assert in_state == {name for name, buffer in found.items() if buffer is not None}
 
 
-def test_forward_hooks_are_seen_and_replaced() -> None:
+def test_forward_hooks_are_seen() -> None:
     module = nn.Identity()
-    calls: list[Any] = []
-    handle = module.register_forward_hook(lambda *_: calls.append("plain"))
-    module.register_forward_hook(lambda *_: calls.append("kwargs"), with_kwargs=True)
-    hooks, with_kwargs = compat.forward_hooks_of(module), compat.hooks_with_kwargs_of(module)
-    assert len(hooks) == 2
-    assert list(with_kwargs) == [list(hooks)[1]]
-    handle.remove()
+    handle = module.register_forward_hook(print)
+    assert compat.forward_hooks_of(module) == {handle.id: print}
 
 
 def test_state_dicts_pass_their_metadata_on() -> None:

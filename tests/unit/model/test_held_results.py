@@ -4,7 +4,6 @@ again."""
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.saved import held_results
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
-from tests.unit.model.test_recompute import LAYERS
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+from tests.unit.model.test_recompute import LAYERS, seeded
 
 aten = torch.ops.aten
 
@@ -41,11 +41,8 @@ def step(
     """
     gate.layer.zero_grad()
     x = x.detach().requires_grad_()
-    region = RecomputedRegion(
-        gate, (x * 1.0,), {}, partial(torch.manual_seed, 7), held=held or set()
-    )
-    torch.manual_seed(7)
-    output = region.run()
+    region = RecomputedRegion(gate, seeded(gate, 7), SavedTable(), held=held or set())
+    output = region.run((x * 1.0,), {})
     counted = Counted()
     if held is not None:
         assert region.let_go()

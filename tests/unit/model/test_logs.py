@@ -8,9 +8,13 @@ from lightning_pipeshift.model.user_state.logs import LogRecorder, MetricRef, me
 CPU = torch.device("cpu")
 
 
+def recorder_of(root):
+    return LogRecorder(root, lambda leaf: leaf, lambda: None)
+
+
 def recorded(*steps):
     """The logs of each microbatch, given a function for each."""
-    recorder = LogRecorder(nn.Module())
+    recorder = recorder_of(nn.Module())
     logged = []
     for step in steps:
         step(recorder)
@@ -96,7 +100,7 @@ def test_arguments_by_position():
 
 def test_values_are_those_of_the_time_of_logging():
     value = torch.ones(1, requires_grad=True) * 2
-    recorder = LogRecorder(nn.Module())
+    recorder = recorder_of(nn.Module())
     recorder.log("x", value.sum())
     recorder.log("y", value)
     with torch.no_grad():
@@ -110,7 +114,7 @@ def test_values_are_those_of_the_time_of_logging():
 def test_torchmetrics_objects_are_logged_by_name():
     root = nn.Module()
     root.metrics = nn.ModuleDict({"mean": torchmetrics.MeanMetric()})
-    recorder = LogRecorder(root)
+    recorder = recorder_of(root)
     for _ in range(2):
         recorder.log("shown", root.metrics["mean"], on_epoch=True)
     logged = [[record] for record in recorder.take()]

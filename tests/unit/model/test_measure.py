@@ -10,10 +10,10 @@ from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.step.fake_run import run_without_values
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ class Square(nn.Module):
 
 
 def timed(model, *batch):
-    stopwatch = Stopwatch(CPU, RandomStreams(CPU))
+    stopwatch = Stopwatch(CPU)
     now = 0.0
 
     def perf_counter():
@@ -119,11 +119,11 @@ def test_like_layers_are_timed_once():
 def test_what_like_layers_save_differs_with_what_they_are_given():
     """The numbers of saved tensors are those that autograd gives them when the model trains."""
     model = Model(in_a_row, a=Square(), b=Square(), c=Square())
-    figures = measured(model, Stopwatch(CPU, RandomStreams(CPU), trains=True), X)
+    figures = measured(model, Stopwatch(CPU, trains=True), X)
     observer = Observer()
     x = X
     for index, layer in enumerate(model.children()):
-        x = LayerCall(NamedLayer("", layer, index), (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, index), layer, SavedTable(), observer).run((x,), {})
     for index in range(3):
         found = [t.number for t in figures[index].tensors if t.num_bytes]
         real = [t.number for t in observer.of_layers[index] if t.num_bytes]
@@ -145,7 +145,7 @@ class Widens(nn.Module):
 
 
 def working_bytes(model, *batch, held=()):
-    stopwatch = Stopwatch(CPU, RandomStreams(CPU), trains=True, held=held)
+    stopwatch = Stopwatch(CPU, trains=True, held=held)
     figures = measured(model, stopwatch, *batch)
     return [figures[index].working_bytes for index in range(3)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -13,14 +12,24 @@ from torch import Tensor, nn
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
+from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+
+
+def seeded(gate, seed):
+    """Runs a layer with the random numbers of a seed of its own."""
+
+    def forward(*args, **kwargs):
+        torch.manual_seed(seed)
+        return gate.run(*args, **kwargs)
+
+    return forward
 
 
 def region_of(layer, *args, seed=7, **kwargs):
-    """A region around one call, whose random numbers come from a seed of its own."""
+    """A region around one call."""
     gate = NamedLayer("layer", layer, 0)
-    region = RecomputedRegion(gate, args, kwargs, partial(torch.manual_seed, seed))
-    torch.manual_seed(seed)
-    return region, region.run()
+    region = RecomputedRegion(gate, seeded(gate, seed), SavedTable())
+    return region, region.run(args, kwargs)
 
 
 def gradients(layer, x, recomputes, ahead=False, **kwargs):
@@ -169,8 +178,8 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     results = []
     for number in range(3):
         inside = x.clone().requires_grad_() * 1
-        region = RecomputedRegion(gate, (inside,), {}, partial(torch.manual_seed, 1))
-        y = region.run()
+        region = RecomputedRegion(gate, gate.run, SavedTable())
+        y = region.run((inside,), {})
         # The first call finds out that the layer does; from the next on it is prepared.
         assert region.let_go() is (number > 0)
         results.append((inside, y, float(layer.calls)))
@@ -268,3 +277,16 @@ def test_what_is_modified_after_it_was_saved_is_still_torchs_error():
     assert not region.let_go()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_sparse_tensor_is_kept():
+    class Mixes(nn.Module):
+        def forward(self, x):
+            return torch.sparse.mm(torch.eye(3).to_sparse() * 2, x.sin()).cos()
+
+    x = torch.randn(3, 6, requires_grad=True)
+    region, y = region_of(Mixes(), x * 1)
+    assert region.let_go()
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(Mixes()(x).sum(), x)
+    assert torch.equal(found, expected)

@@ -20,8 +20,9 @@ from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
-from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
+from lightning_pipeshift.model.saved.saved_tensors import Saved, SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, parse_row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -40,6 +41,7 @@ from lightning_pipeshift.runtime.offload.copying import (
     Ticket,
 )
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadedBlock, OffloadTarget
+from tests.unit.model.test_recompute import seeded
 
 CPU = torch.device("cpu")
 NO_LIMIT = float("inf")
@@ -310,16 +312,15 @@ class Stage:
         for layer, gate in enumerate(self.gates):
             if self._store is not None:
                 self._store.before_layer(layer)
-            draw = partial(torch.manual_seed, 100 * number + layer)
-            draw()
+            run = seeded(gate, 100 * number + layer)
             if layer in self._again:
-                region = RecomputedRegion(gate, (x,), {}, draw, table, held=self._again[layer])
-                x = region.run()
+                region = RecomputedRegion(gate, run, table, held=self._again[layer])
+                x = region.run((x,), {})
                 if self._store is not None and gate.keeps_inputs:
                     region.let_go()
                 regions.append(region)
             else:
-                x = LayerCall(gate, (x,), {}, table).run()
+                x = LayerCall(gate, run, table).run((x,), {})
             if self._store is not None:
                 self._store.after_layer(layer)
             self._after_layer(number, layer)
@@ -337,7 +338,7 @@ def saved_by(layers: Sequence[nn.Module], batch: Tensor) -> dict[Name, int]:
     observer = Observer()
     x = batch
     for number, layer in enumerate(layers):
-        x = LayerCall(NamedLayer("", layer, number), (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(NamedLayer("", layer, number), layer, SavedTable(), observer).run((x,), {})
     return {
         (0, layer, tensor.number): tensor.num_bytes
         for layer, tensors in observer.of_layers.items()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import queue
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,47 @@ def test_a_value_that_goes_back_forbids_cuts() -> None:
         model, lambda x: model.last(model.middle(model.middle(model.first(x)))), None, (3, 2, 0, 1)
     )
     assert [crossing.may_be_cut for crossing in found.crossings()] == [False, True, True, True]
+
+
+class Slots:
+    __slots__ = ("__own", "made", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers, self.__own = [1], 1
+
+    def change(self) -> None:
+        self.numbers.append(2)
+        self.numbers, self.__own, self.made = [], 2, True
+
+    def all(self) -> list[Any]:
+        return [self.numbers, self.__own, hasattr(self, "made")]
+
+
+DRAWS: dict[str, tuple[Any, Any]] = {
+    "random": (random.Random(1), lambda x: x.random()),
+    "NumPy": (np.random.default_rng(1), lambda x: x.random()),
+    "NumPy's old one": (np.random.RandomState(1), lambda x: x.randn()),
+    "torch": (torch.Generator(), lambda x: torch.rand((), generator=x).item()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_generators_and_objects_with_slots_are_as_before(name: str) -> None:
+    generator, draw = DRAWS[name]
+    model: Any = Model()
+    model.draws, model.slots = generator, Slots()
+
+    def step(batch: Any) -> Any:
+        found.append(draw(model.draws))
+        model.slots.change()
+        return model(batch).mean()
+
+    found: list[Any] = []
+    for _ in range(2):
+        assert run(model, step).end == ""
+    # A list of this test's, and no attribute of the model.
+    assert found[0] == found[1] == draw(generator)
+    assert model.slots.all() == [[1], 1, False]
 
 
 def test_everything_is_as_before() -> None:
