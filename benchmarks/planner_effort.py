@@ -32,7 +32,7 @@ from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.best_cut import best_cut
 from tests.unit.plan.swapping import little_memory
 from tests.unit.plan.workloads import random_workload
 

@@ -31,19 +31,17 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
     slices,
 )
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
-from lightning_pipeshift.plan.arrange.stage_order import (
+from lightning_pipeshift.plan.arrange.stage_order import best_order, by_ratio, ranked_orders
+from lightning_pipeshift.plan.cost.pace import Objective
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.orders import (
     Order,
-    best_order,
-    by_ratio,
     distinct_orders,
     interchangeable,
     num_orders,
     pattern,
-    ranked_orders,
 )
-from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 

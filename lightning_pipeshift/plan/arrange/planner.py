@@ -22,13 +22,6 @@ from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import (
-    Order,
-    distinct_orders,
-    interchangeable,
-    num_orders,
-    pattern,
-)
 from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -37,6 +30,13 @@ from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
 from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.orders import (
+    Order,
+    distinct_orders,
+    interchangeable,
+    num_orders,
+    pattern,
+)
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 

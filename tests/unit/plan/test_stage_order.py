@@ -6,16 +6,10 @@ import pytest
 
 from lightning_pipeshift.plan.arrange.evaluator import Evaluator
 from lightning_pipeshift.plan.arrange.request import PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import (
-    best_order,
-    by_ratio,
-    distinct_orders,
-    interchangeable,
-    num_orders,
-    ranked_orders,
-)
+from lightning_pipeshift.plan.arrange.stage_order import best_order, by_ratio, ranked_orders
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.partition.orders import distinct_orders, interchangeable, num_orders
 from tests.unit.plan.clusters import NARROW, WIDE, devices, profile
 
 # Kinds by what they take: X 1, Y 2, Z 3. The machine's ranks are on hosts a, b, c; the replica's
