@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -16,39 +15,6 @@ Orders = tuple[Order, ...]
 """The orders of all virtual machines."""
 
 
-def by_ratio(
-    profile: Profile, cluster: Cluster, machine: Sequence[int], replicas: Sequence[Sequence[int]]
-) -> Order:
-    """The order by compute time over communication time, largest first.
-
-    NUDT, "distributed parallel training method and system for heterogeneous computing clusters":
-    stages should take equal time, so a device's share of the model is proportional to its compute
-    power c_i; the gradients it must exchange are proportional to that share; with its bandwidth b_i
-    this gives its communication time. Stage 0 finishes its backward last and has no later compute
-    to overlap communication with, so it should have the least of it. As all compute times are
-    equal, the order is that of the communication times c_i / b_i, the smallest first.
-
-    Args:
-        profile: of the model.
-        cluster: the machines.
-        machine: the virtual machine's ranks; ties keep the order in which they are given.
-        replicas: the other virtual machines' ranks, in the order of the ring, starting with the
-            next.
-    """
-    neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
-    known: dict[Hashable, float] = {}
-
-    def communication(rank: int) -> float:
-        device = cluster.devices[rank]
-        key = rank if cluster.ranks else (device.host, device.kind, device.speed)
-        if key not in known:
-            power = compute_power(profile, cluster, rank)
-            known[key] = power * _seconds_per_byte(cluster, rank, neighbours)
-        return known[key]
-
-    return tuple(sorted(machine, key=communication))
-
-
 def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
     """The number of microbatches that a device would train per second, if it had the whole
     model.
@@ -56,40 +22,6 @@ def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
     times = profile.times_on(cluster.devices[rank])
     seconds = math.fsum(times.forward) + math.fsum(times.backward)
     return 1 / seconds if seconds else 1.0
-
-
-_Kinds = Mapping[str, Sequence[tuple[int, int]]]
-"""A virtual machine's devices by kind: one rank on each host, and how many the host has."""
-
-
-def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
-    first: dict[Hashable, int] = {}
-    number: Counter[int] = Counter()
-    for rank in ranks:
-        device = cluster.devices[rank]
-        # All ranks of a host have the same distance, unless links were measured for each.
-        key = rank if cluster.ranks else (device.host, device.kind)
-        number[first.setdefault(key, rank)] += 1
-    kinds: dict[str, list[tuple[int, int]]] = {}
-    for rank, count in number.items():
-        kinds.setdefault(cluster.devices[rank].kind, []).append((rank, count))
-    return kinds
-
-
-def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds]) -> float:
-    """The slower of a device's two links to its neighbours in a ring.
-
-    The neighbours depend on an order that is not known yet: devices of the same kind are assumed if
-    there are any, otherwise the mean of all devices."""
-
-    def to(kinds: _Kinds) -> float:
-        alike = kinds.get(cluster.devices[rank].kind) or [
-            pair for pairs in kinds.values() for pair in pairs
-        ]
-        total = math.fsum(count / cluster.link(rank, other).bandwidth for other, count in alike)
-        return total / sum(count for _, count in alike)
-
-    return max(map(to, neighbours), default=0.0)
 
 
 def ranked_orders(
@@ -107,7 +39,7 @@ def ranked_orders(
 
     Args:
         machines: the ranks of each virtual machine, in the preferred order.
-        starts: orders of all virtual machines to start from, such as the rule's.
+        starts: orders of all virtual machines to start from.
         alike: for each rank, see :func:`interchangeable`.
         step_seconds: the simulated time of the orders of all virtual machines; infinite if they are
             not possible.
@@ -162,7 +94,7 @@ def _climbed(
         runs = [_runs([alike[rank] for rank in order]) for order in best]
         for pattern in dict.fromkeys(map(tuple, runs)):
             pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
-            # Neighbours first: the rule's order is seldom far from the best.
+            # Neighbours first.
             for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
                 if left <= 0:
                     break
