@@ -33,7 +33,6 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
 from lightning_pipeshift.plan.arrange.stage_order import best_order, ranked_orders
 from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.orders import (
     Order,
@@ -371,27 +370,11 @@ class GroupingSearch:
                 return math.inf
 
         starts = [placed.ranks]
-        if self._cluster.num_ranks <= self._effort.few_ranks:
-            if most and self._request.partition == "auto":
-                found = self._searched(placed, starts)
-                if len(preferred) == 1:
-                    starts, most = starts + found, 0
-                else:
-                    starts += found[:1]
-            return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
-        # To compare orders it is enough that each device keeps its number of layers, which is much
-        # faster.
-        counts = {
-            rank: count
-            for ranks, cut in zip(placed.ranks, placer.cuts(placed), strict=True)
-            for rank, count in zip(ranks, cut.counts, strict=True)
-        }
-
-        def estimate(ranks: Groups) -> float:
-            cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
-            return placer.closed_form.step(self._in_order(placed, ranks), tuple(cuts))
-
-        return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
+        is_small = self._cluster.num_ranks <= self._effort.few_ranks
+        if is_small and most and self._request.partition == "auto":
+            starts += self._searched(placed, starts)
+            most = 0 if len(preferred) == 1 else most
+        return ranked_orders(preferred, starts, self._alike, seconds, most)
 
     def _searched(self, placed: Candidate, starts: Sequence[Groups]) -> list[Groups]:
         """The best orders of each virtual machine's stages, regardless of rings."""

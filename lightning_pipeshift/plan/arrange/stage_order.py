@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import product
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.effort import USUAL
@@ -29,21 +29,18 @@ def ranked_orders(
     starts: Sequence[Orders],
     alike: Sequence[int],
     step_seconds: Callable[[Orders], float],
-    estimate: Callable[[Orders], float],
     most: int = USUAL.orders,
 ) -> list[tuple[Orders, float]]:
     """Orders with their step times, the fastest first.
 
-    All orders if there are few distinct ones. Otherwise the starts, and the best of them improved
-    by swaps of stages while that helps.
+    All orders if there are few distinct ones, and otherwise the starts.
 
     Args:
         machines: the ranks of each virtual machine, in the preferred order.
-        starts: orders of all virtual machines to start from.
+        starts: orders of all virtual machines to try in any case.
         alike: for each rank, see :func:`interchangeable`.
         step_seconds: the simulated time of the orders of all virtual machines; infinite if they are
             not possible.
-        estimate: an estimate of it at a fraction of the cost; it decides about swaps.
         most: the number of orders up to which all are tried.
     """
     tried: dict[Orders, float] = {}
@@ -58,8 +55,6 @@ def ranked_orders(
     if math.prod(map(num_orders, named)) <= most:
         for orders in product(*map(distinct_orders, machines, named)):
             attempt(orders)
-    elif most:
-        attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
     return sorted(tried.items(), key=lambda entry: entry[1])
 
 
@@ -76,48 +71,6 @@ def best_order(
     limit = worth * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
     return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
-
-
-def _climbed(
-    orders: Orders, alike: Sequence[int], estimate: Callable[[Orders], float], most: int
-) -> Orders:
-    """The orders after swaps of two stages, each of which shortened the step.
-
-    Equal virtual machines are swapped equally: otherwise their ring would be slower. Runs of
-    interchangeable stages are swapped whole: swaps inside of them gain nothing."""
-    best = orders
-    seconds = estimate(best)
-    left = most
-    improved = True
-    while improved and left > 0:
-        improved = False
-        runs = [_runs([alike[rank] for rank in order]) for order in best]
-        for pattern in dict.fromkeys(map(tuple, runs)):
-            pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
-            # Neighbours first.
-            for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
-                if left <= 0:
-                    break
-                left -= 1
-                changed = tuple(
-                    _swapped(order, run, i, j) if tuple(run) == pattern else order
-                    for order, run in zip(best, runs, strict=True)
-                )
-                found = estimate(changed)
-                if found < seconds * (1 - 1e-9):
-                    best, seconds, improved = changed, found, True
-                    break
-    return best
-
-
-def _runs(alike: Sequence[int]) -> list[int]:
-    return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
-
-
-def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order:
-    pieces = [order[a:b] for a, b in pairwise([*begins, len(order)])]
-    pieces[one], pieces[other] = pieces[other], pieces[one]
-    return tuple(rank for piece in pieces for rank in piece)
 
 
 def _num_out_of_order(orders: Orders, machines: Orders) -> int:

@@ -1,6 +1,6 @@
 import itertools
 import random
-from statistics import mean
+from operator import itemgetter
 
 import pytest
 
@@ -91,66 +91,18 @@ def test_few_orders_are_all_tried():
     for seed in range(20):
         seconds = costs(seed, 4)
         machines = ((0, 1), (2, 3))
-        ranked = ranked_orders(machines, [], range(4), seconds, seconds, most=4)
+        ranked = ranked_orders(machines, [], range(4), seconds, most=4)
         assert len(ranked) == 4
         assert ranked[0][1] == min(
             seconds(orders) for orders in itertools.product(*map(itertools.permutations, machines))
         )
 
 
-def test_of_many_orders_swaps_find_a_good_one():
-    gaps = []
-    for seed in range(20):
-        seconds = costs(seed, 6)
-        every = sorted(seconds((order,)) for order in itertools.permutations(range(6)))
-        machine = (tuple(range(6)),)
-        calls: list[object] = []
-
-        def counted(orders, calls=calls, seconds=seconds):
-            calls.append(orders)
-            return seconds(orders)
-
-        start = (tuple(reversed(range(6))),)
-        ranked = ranked_orders(machine, [start], range(6), counted, seconds, most=200)
-        assert len(calls) == 3
-        assert ranked[0][1] <= min(seconds(machine), seconds(start))
-        gaps.append((ranked[0][1] - every[0]) / (mean(every) - every[0]))
-    # The way from the mean order to the best one that is left.
-    assert mean(gaps) < 0.2
-
-
-def test_virtual_machines_of_one_pattern_are_swapped_alike():
-    # A ring pays where its members are at different stages.
-    def seconds(orders):
-        if {orders[0].index(0), orders[1].index(2)} in ({0}, {1}):
-            return 1.0 + orders[0].index(0)
-        return 5.0
-
-    machines = ((1, 0), (3, 2))
-    ranked = ranked_orders(machines, [], range(4), seconds, seconds, most=3)
-    assert ranked[0] == (((0, 1), (2, 3)), 1.0)
-
-
-def test_swapping_stops_in_time():
-    calls: list[object] = []
-
-    def estimate(orders):
-        calls.append(orders)
-        return -len(calls)  # always better
-
-    ranked_orders((tuple(range(9)),), [], range(9), lambda orders: 1.0, estimate, most=30)
-    assert len(calls) == 31
-
-
-def test_interchangeable_runs_are_swapped_whole():
-    tried = []
-
-    def estimate(orders):
-        tried.append("".join("AABBC"[rank] for rank in orders[0]))
-        return 1.0
-
-    ranked_orders((tuple(range(5)),), [], [0, 0, 2, 2, 4], lambda orders: 1.0, estimate, most=20)
-    assert set(tried) == {"AABBC", "BBAAC", "AACBB", "CBBAA"}
+def test_of_many_orders_those_are_tried_that_are_given():
+    seconds = costs(0, 6)
+    machine, start = (tuple(range(6)),), (tuple(reversed(range(6))),)
+    ranked = ranked_orders(machine, [start], range(6), seconds, most=200)
+    assert ranked == sorted(((one, seconds(one)) for one in (machine, start)), key=itemgetter(1))
 
 
 def test_an_order_that_puts_hosts_apart_pays_for_it():
@@ -167,7 +119,7 @@ def test_an_order_that_puts_hosts_apart_pays_for_it():
 
     apart = ((1, 3, 0, 2), (5, 7, 4, 6))
     alike = interchangeable(cluster)
-    found = best_order(ranked_orders(machines, [apart], alike, seconds, seconds, 600), machines)
+    found = best_order(ranked_orders(machines, [apart], alike, seconds, 600), machines)
     for machine in found:
         hosts = [cluster.devices[rank].host for rank in machine]
         assert sum(a != b for a, b in itertools.pairwise(hosts)) == 1
