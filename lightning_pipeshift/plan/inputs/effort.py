@@ -18,8 +18,8 @@ class Effort:
             all are tried; otherwise those for which there is a reason.
         groupings_simulated: how many groupings are tried on the simulator; of many ranks fewer.
         groupings_finished: for how many of these the cuts are found with care, likewise.
-        orders: if stages have at most this many orders (those of five), all are tried; otherwise as
-            many swaps of two stages.
+        orders: if stages have at most this many orders (those of five), all are tried; otherwise
+            those with two stages exchanged, or one moved, as long as that helps.
         orders_cut: for how many of the best orders of few ranks the cuts are found with care.
         orders_compressed: for how many of them the handling of saved tensors is planned.
         microbatches_tried: how many numbers of microbatches are tried on the simulator.

@@ -37,12 +37,12 @@ def search(seed, num_stages, num_layers, recompute="none", schedule="1f1b", room
     return found, workload, [(machine, uniform(num_layers, num_stages))]
 
 
-def searching(model, cluster, machine, workload, recompute="auto", effort=USUAL):
+def searching(model, cluster, machine, workload, recompute="auto", effort=USUAL, samples=1.0):
     links = [[cluster.link(one, other) for other in machine] for one in machine]
     own, *turned = (workload(machine[n:] + machine[:n]) for n in range(len(machine)))
     reordering = Reordering(
         turned,
-        np.array([[crossing_seconds(model, link, 1.0) for link in row] for row in links]),
+        np.array([[crossing_seconds(model, link, samples) for link in row] for row in links]),
         np.array([[link.latency_seconds for link in row] for row in links]),
         interchangeable(cluster),
     )
@@ -102,6 +102,26 @@ def test_times_are_those_of_the_workloads(schedule, recompute):
         )
         num_checked += len(orders)
     assert num_checked > 10
+
+
+def test_microbatches_of_unequal_sizes_are_timed_as_they_are():
+    num_unlike = 0
+    for seed in range(4):
+        model, cluster, _ = little_memory(seed, 4, 12)
+        devices = [replace(device, memory_bytes=0) for device in cluster.devices]
+        cluster = replace(cluster, devices=tuple(devices))
+
+        def workload(order, model=model, cluster=cluster):
+            return workload_of(model, cluster, order, "1f1b", 4, 2.25)
+
+        machine = (0, 1, 2, 3)
+        assert len(workload(machine).sizes) == 4
+        found = searching(model, cluster, machine, workload, "none", samples=2.25)
+        orders = found.best_orders([(machine, uniform(12, 4))])
+        times = [seconds(workload, each, "none") for each in orders]
+        assert times == sorted(times)
+        num_unlike += len(set(times)) > 1
+    assert num_unlike > 2
 
 
 def test_an_order_that_does_not_fit_leads_to_one_that_does():
