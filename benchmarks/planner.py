@@ -38,7 +38,7 @@ from lightning_pipeshift.plan.cost.workload import workload_of
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.cut_search import best_split
 from lightning_pipeshift.plan.offload.problem import Problem
-from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.best_cut import best_cut
 from tests.unit.plan.swapping import least_seconds, little_memory
 from tests.unit.plan.workloads import all_cuts, random_workload
 

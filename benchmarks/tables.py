@@ -24,6 +24,7 @@ class Values(Protocol):
 _CORE = "it was measured with the core that came before"
 OLD: dict[str, str] = {
     "checkpoints": "how files are read and written has been cleaned up since",
+    "planner_effort": "the planner searches cuts, orders and lenders otherwise since",
     **dict.fromkeys(
         (
             "big_models",

@@ -81,4 +81,4 @@ def _marks(
 
 
 def _name(action: Action, shift: int) -> str:
-    return str(Action(action.kind, max(0, action.microbatch + shift), action.chunk))
+    return str(Action(action.kind, max(0, action.microbatch + shift)))

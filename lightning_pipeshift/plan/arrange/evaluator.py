@@ -18,21 +18,27 @@ import numpy as np
 
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
-from lightning_pipeshift.plan.arrange.order_search import OrderSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import Order, compute_power
+from lightning_pipeshift.plan.arrange.stage_order import compute_power
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
-from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workload_of
+from lightning_pipeshift.plan.cost.workload import (
+    Cut,
+    Numbers,
+    Workload,
+    crossing_seconds,
+    workload_of,
+)
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
+from lightning_pipeshift.plan.partition.best_cut import best_cut_of, first_cuts, fixed_cut
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
+from lightning_pipeshift.plan.partition.orders import Order
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
+from lightning_pipeshift.plan.partition.search import Reordering, Search
 
 Cuts = tuple[Cut, ...]
 """One for each virtual machine."""
@@ -239,10 +245,18 @@ class Evaluator:
             placed: the choice.
             vm: the virtual machine's number.
             starts: orders to begin with.
-            alike: for each of its ranks, see :func:`~.stage_order.interchangeable`.
+            alike: for each of its ranks, see :func:`~.orders.interchangeable`.
         """
         profile, request = self.profile, self.request
+        machine, links = placed.ranks[vm], placed.links
         size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        share = size / _num_slices(size, placed.microbatches) / profile.samples
+        between = [[links.link(one, other) for other in machine] for one in machine]
+        crossing = np.array(
+            [[crossing_seconds(profile, each, share) for each in row] for row in between]
+        )
+        latency = np.array([[each.latency_seconds for each in row] for row in between])
+        turns = [machine[turn:] + machine[:turn] for turn in range(len(machine))]
 
         def workload(order: Order) -> Workload:
             return self.workload(placed.links, order, size, placed.microbatches)
@@ -256,21 +270,20 @@ class Evaluator:
                 counts = self._cut(vm, workload(order), None, careful=False).counts
             except PlanError:
                 counts = uniform(profile.num_layers, len(order), profile.possible_cuts)
-            begin.append((order, counts))
+            begin.append((tuple(map(machine.index, order)), counts))
         for of in (workload, anywhere):
-            search = OrderSearch(
-                profile,
-                placed.links,
-                placed.ranks[vm],
-                alike,
-                of,
-                size / _num_slices(size, placed.microbatches) / profile.samples,
+            own, *turned = map(of, turns)
+            search = Search(
+                own,
+                Recomputation(own, request.recompute),
+                Reordering(turned, crossing, latency, alike),
                 request.recompute,
                 request.effort,
             )
-            if found := search.best(begin)[: request.effort.orders_cut]:
+            if best := search.best_orders(begin)[: request.effort.orders_cut]:
                 break
         self._chosen.clear()
+        found = [(tuple(machine[place] for place in order), counts) for order, counts in best]
         for order, counts in found:
             key = workload(order)
             cut = fixed_cut(key, counts, request.recompute)
@@ -338,10 +351,7 @@ class Evaluator:
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""
         recomputation = self._recomputation(workload)
-        programme = PartitionDP.of(hindered, recomputation.seconds)
-        # The pace that it minimises is that of single stages; neighbours wait for each other, too.
-        solutions = programme.fastest(*((8, 0.2) if hindered.objective.is_pace else (1, 0.0)))
-        cuts = recomputation.cuts([solution.counts for solution in solutions])
+        cuts = recomputation.cuts(first_cuts(hindered, recomputation.seconds))
         if not cuts:
             raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")
         return min(cuts, key=hindered.estimate)

@@ -31,19 +31,16 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
     slices,
 )
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
-from lightning_pipeshift.plan.arrange.stage_order import (
+from lightning_pipeshift.plan.arrange.stage_order import best_order, ranked_orders
+from lightning_pipeshift.plan.cost.pace import Objective
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.orders import (
     Order,
-    best_order,
-    by_ratio,
     distinct_orders,
     interchangeable,
     num_orders,
     pattern,
-    ranked_orders,
 )
-from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
@@ -264,10 +261,8 @@ class GroupingSearch:
         cost = self._placer.closed_form
         if self._profile.static_bytes > self._least_usable_bytes(groups):
             raise PlanError("the model alone is larger than a virtual machine")
-        if self._is_large and not self._request.has_order:
-            placed = self._sliced(self._by_rule(groups))
-        else:
-            placed = self._sliced(groups)
+        placed = self._sliced(groups)
+        if not self._is_large or self._request.has_order:
             placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
         placed, cuts = balanced_shares(self._placer, placed, cost)
         return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
@@ -374,28 +369,12 @@ class GroupingSearch:
             except PlanError:
                 return math.inf
 
-        starts = [self._by_rule(preferred), placed.ranks]
-        if self._cluster.num_ranks <= self._effort.few_ranks:
-            if most and self._request.partition == "auto":
-                found = self._searched(placed, starts)
-                if len(preferred) == 1:
-                    starts, most = starts + found, 0
-                else:
-                    starts += found[:1]
-            return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
-        # To compare orders it is enough that each device keeps its number of layers, which is much
-        # faster.
-        counts = {
-            rank: count
-            for ranks, cut in zip(placed.ranks, placer.cuts(placed), strict=True)
-            for rank, count in zip(ranks, cut.counts, strict=True)
-        }
-
-        def estimate(ranks: Groups) -> float:
-            cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
-            return placer.closed_form.step(self._in_order(placed, ranks), tuple(cuts))
-
-        return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
+        starts = [placed.ranks]
+        is_small = self._cluster.num_ranks <= self._effort.few_ranks
+        if is_small and most and self._request.partition == "auto":
+            starts += self._searched(placed, starts)
+            most = 0 if len(preferred) == 1 else most
+        return ranked_orders(preferred, starts, self._alike, seconds, most)
 
     def _searched(self, placed: Candidate, starts: Sequence[Groups]) -> list[Groups]:
         """The best orders of each virtual machine's stages, regardless of rings."""
@@ -412,13 +391,6 @@ class GroupingSearch:
             orders = [tuple(ranks[place] for place in places) for places in known[key]]
             found_orders.append(orders)
         return list(zip(*found_orders, strict=False))
-
-    def _by_rule(self, groups: Groups) -> Groups:
-        """The groups in the order of the source's rule."""
-        return tuple(
-            by_ratio(self._profile, self._cluster, ranks, groups[vm + 1 :] + groups[:vm])
-            for vm, ranks in enumerate(groups)
-        )
 
     def _is_same_in_any_order(self, groups: Groups) -> bool:
         """Whether no order is better than the ranks' own, with those of each host next to each

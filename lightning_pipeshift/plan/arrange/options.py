@@ -15,7 +15,7 @@ from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
 from lightning_pipeshift.plan.inputs.traffic import with_marks
-from lightning_pipeshift.plan.partition.local_search import RECOMPUTE
+from lightning_pipeshift.plan.partition.best_cut import RECOMPUTE
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     MOST_MICROBATCHES,

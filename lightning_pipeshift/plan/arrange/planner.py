@@ -2,11 +2,10 @@
 handling of every saved tensor.
 
 Groupings of devices are found first, with cuts in closed form; then the virtual machines of each
-are searched as a whole. CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to
-devices are enumerated and scored by how well they fill spare memory and links, and the best are
-compressed and tried on the simulator. The source assumes that all stages take equal time on all
-devices; here a mapping is also judged by the time of its step without swaps, which is a lower
-bound.
+are searched as a whole. CN114880130B, after MPress (HPCA 2023), step 3: mappings of stages to
+devices are enumerated, and the best are compressed and tried on the simulator. The source assumes
+that all stages take equal time on all devices, and scores a mapping by how well it fills spare
+memory and links; here it is judged by the time of its step without swaps, which is a lower bound.
 """
 
 from __future__ import annotations
@@ -22,21 +21,20 @@ from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import (
+from lightning_pipeshift.plan.cost.workload import Counts, Cut
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.offload.cut_search import best_split, fastest
+from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.orders import (
     Order,
     distinct_orders,
     interchangeable,
     num_orders,
     pattern,
 )
-from lightning_pipeshift.plan.cost.workload import Counts, Cut
-from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.offload.cut_search import best_split, fastest
-from lightning_pipeshift.plan.offload.peers import mapping_score
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
-from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 
@@ -103,24 +101,6 @@ class _Option(NamedTuple):
     seconds: float
     """Those of the fastest one's step, without swaps."""
     problem: Problem
-
-    @property
-    def promise(self) -> int:
-        """A sort key: lower is more promising. Steps that differ by less than
-        :attr:`Effort.alike` are equal until the swaps are known.
-        """
-        return round(math.log(self.seconds, self.problem.effort.alike)) if self.seconds > 0 else 0
-
-    def score(self) -> tuple[tuple[float, float], float]:
-        """A sort key for options with equal promise: the score of the best mapping of stages to
-        lenders (:func:`~lightning_pipeshift.plan.offload.peers.mapping_score`), and the seconds.
-        """
-        return min(map(self._score, self.cuts)), self.seconds
-
-    def _score(self, counts: Counts) -> tuple[float, float]:
-        spare = self.problem.spare_bytes(self.problem.footprints.of(Cut(counts)))
-        needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
-        return mapping_score(needs, spare, self.problem.links, self.problem.effort)
 
 
 class _Planner:
@@ -329,9 +309,7 @@ class _Planner:
         options = [self._option(placer, start, placed, vm, order) for order in orders]
         # The best order for the step alone comes first: it may need no swaps.
         yield options[0]
-        by_promise = sorted(options[1:], key=lambda one: one.promise)
-        for _, alike in itertools.groupby(by_promise, lambda one: one.promise):
-            yield from sorted(alike, key=_Option.score)
+        yield from sorted(options[1:], key=lambda one: one.seconds)
 
     def _option(
         self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int, order: Order

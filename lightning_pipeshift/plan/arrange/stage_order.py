@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from collections.abc import Callable, Sequence
+from itertools import product
 
-from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.profile import Profile
-
-Order = tuple[int, ...]
-"""A virtual machine's ranks, in stage order."""
+from lightning_pipeshift.plan.partition.orders import Order, distinct_orders, num_orders
 
 Orders = tuple[Order, ...]
 """The orders of all virtual machines."""
-
-
-def by_ratio(
-    profile: Profile, cluster: Cluster, machine: Sequence[int], replicas: Sequence[Sequence[int]]
-) -> Order:
-    """The order by compute time over communication time, largest first.
-
-    NUDT, "distributed parallel training method and system for heterogeneous computing clusters":
-    stages should take equal time, so a device's share of the model is proportional to its compute
-    power c_i; the gradients it must exchange are proportional to that share; with its bandwidth b_i
-    this gives its communication time. Stage 0 finishes its backward last and has no later compute
-    to overlap communication with, so it should have the least of it. As all compute times are
-    equal, the order is that of the communication times c_i / b_i, the smallest first.
-
-    Args:
-        profile: of the model.
-        cluster: the machines.
-        machine: the virtual machine's ranks; ties keep the order in which they are given.
-        replicas: the other virtual machines' ranks, in the order of the ring, starting with the
-            next.
-    """
-    neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
-    known: dict[Hashable, float] = {}
-
-    def communication(rank: int) -> float:
-        device = cluster.devices[rank]
-        key = rank if cluster.ranks else (device.host, device.kind, device.speed)
-        if key not in known:
-            power = compute_power(profile, cluster, rank)
-            known[key] = power * _seconds_per_byte(cluster, rank, neighbours)
-        return known[key]
-
-    return tuple(sorted(machine, key=communication))
 
 
 def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
@@ -60,60 +24,23 @@ def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
     return 1 / seconds if seconds else 1.0
 
 
-_Kinds = Mapping[str, Sequence[tuple[int, int]]]
-"""A virtual machine's devices by kind: one rank on each host, and how many the host has."""
-
-
-def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
-    first: dict[Hashable, int] = {}
-    number: Counter[int] = Counter()
-    for rank in ranks:
-        device = cluster.devices[rank]
-        # All ranks of a host have the same distance, unless links were measured for each.
-        key = rank if cluster.ranks else (device.host, device.kind)
-        number[first.setdefault(key, rank)] += 1
-    kinds: dict[str, list[tuple[int, int]]] = {}
-    for rank, count in number.items():
-        kinds.setdefault(cluster.devices[rank].kind, []).append((rank, count))
-    return kinds
-
-
-def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds]) -> float:
-    """The slower of a device's two links to its neighbours in a ring.
-
-    The neighbours depend on an order that is not known yet: devices of the same kind are assumed if
-    there are any, otherwise the mean of all devices."""
-
-    def to(kinds: _Kinds) -> float:
-        alike = kinds.get(cluster.devices[rank].kind) or [
-            pair for pairs in kinds.values() for pair in pairs
-        ]
-        total = math.fsum(count / cluster.link(rank, other).bandwidth for other, count in alike)
-        return total / sum(count for _, count in alike)
-
-    return max(map(to, neighbours), default=0.0)
-
-
 def ranked_orders(
     machines: Orders,
     starts: Sequence[Orders],
     alike: Sequence[int],
     step_seconds: Callable[[Orders], float],
-    estimate: Callable[[Orders], float],
     most: int = USUAL.orders,
 ) -> list[tuple[Orders, float]]:
     """Orders with their step times, the fastest first.
 
-    All orders if there are few distinct ones. Otherwise the starts, and the best of them improved
-    by swaps of stages while that helps.
+    All orders if there are few distinct ones, and otherwise the starts.
 
     Args:
         machines: the ranks of each virtual machine, in the preferred order.
-        starts: orders of all virtual machines to start from, such as the rule's.
+        starts: orders of all virtual machines to try in any case.
         alike: for each rank, see :func:`interchangeable`.
         step_seconds: the simulated time of the orders of all virtual machines; infinite if they are
             not possible.
-        estimate: an estimate of it at a fraction of the cost; it decides about swaps.
         most: the number of orders up to which all are tried.
     """
     tried: dict[Orders, float] = {}
@@ -128,8 +55,6 @@ def ranked_orders(
     if math.prod(map(num_orders, named)) <= most:
         for orders in product(*map(distinct_orders, machines, named)):
             attempt(orders)
-    elif most:
-        attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
     return sorted(tried.items(), key=lambda entry: entry[1])
 
 
@@ -146,123 +71,6 @@ def best_order(
     limit = worth * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
     return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
-
-
-def interchangeable(cluster: Cluster) -> tuple[int, ...]:
-    """For each rank, the first one that is interchangeable with it: a device of the same kind,
-    speed and memory, with the same links to all others.
-    """
-    found: list[int] = []
-    hosts: dict[str, list[int]] = {}
-    for rank, device in enumerate(cluster.devices):
-        hosts.setdefault(device.host, []).append(rank)
-    seen: dict[Hashable, int] = {}
-    for rank, device in enumerate(cluster.devices):
-        # Most cases are decided without comparing links.
-        key = rank if cluster.ranks else (device.host, *_worth(device))
-        if key not in seen:
-            firsts = dict.fromkeys(found)
-            seen[key] = next((one for one in firsts if _alike(cluster, hosts, one, rank)), rank)
-        found.append(seen[key])
-    return tuple(found)
-
-
-def _alike(cluster: Cluster, hosts: Mapping[str, Sequence[int]], one: int, other: int) -> bool:
-    """Whether two ranks are interchangeable."""
-    a, b = cluster.devices[one], cluster.devices[other]
-    if _worth(a) != _worth(b):
-        return False
-    # Their own hosts first: if they differ, then there.
-    thirds = [hosts[a.host], hosts[b.host]]
-    if cluster.ranks or cluster.hosts:
-        thirds += hosts.values()
-    return all(
-        cluster.link(one, third) == cluster.link(other, third)
-        for ranks in thirds
-        for third in ranks
-        if third not in (one, other)
-    )
-
-
-def _worth(device: Device) -> tuple[str, float, float]:
-    return device.kind, device.speed, device.usable_bytes
-
-
-def pattern(alike: Sequence[int]) -> tuple[int, ...]:
-    """Which ranks are interchangeable, without what they are: for each, the place of the first one
-    that is interchangeable with it.
-
-    Args:
-        alike: for each rank of a virtual machine, see :func:`interchangeable`.
-    """
-    return tuple(map(alike.index, alike))
-
-
-def num_orders(alike: Sequence[int]) -> int:
-    """The number of orders that differ by more than interchangeable ranks.
-
-    Args:
-        alike: for each rank of a virtual machine, see :func:`interchangeable`.
-    """
-    same = math.prod(math.factorial(count) for count in Counter(alike).values())
-    return math.factorial(len(alike)) // same
-
-
-def distinct_orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
-    """All orders that differ by more than interchangeable ranks, which keep their order.
-
-    Args:
-        machine: a virtual machine's ranks.
-        alike: for each of them, see :func:`interchangeable`.
-    """
-    if not machine:
-        yield ()
-    for place in [alike.index(name) for name in dict.fromkeys(alike)]:
-        rest = machine[:place] + machine[place + 1 :]
-        for order in distinct_orders(rest, [*alike[:place], *alike[place + 1 :]]):
-            yield (machine[place], *order)
-
-
-def _climbed(
-    orders: Orders, alike: Sequence[int], estimate: Callable[[Orders], float], most: int
-) -> Orders:
-    """The orders after swaps of two stages, each of which shortened the step.
-
-    Equal virtual machines are swapped equally: otherwise their ring would be slower. Runs of
-    interchangeable stages are swapped whole: swaps inside of them gain nothing."""
-    best = orders
-    seconds = estimate(best)
-    left = most
-    improved = True
-    while improved and left > 0:
-        improved = False
-        runs = [_runs([alike[rank] for rank in order]) for order in best]
-        for pattern in dict.fromkeys(map(tuple, runs)):
-            pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
-            # Neighbours first: the rule's order is seldom far from the best.
-            for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
-                if left <= 0:
-                    break
-                left -= 1
-                changed = tuple(
-                    _swapped(order, run, i, j) if tuple(run) == pattern else order
-                    for order, run in zip(best, runs, strict=True)
-                )
-                found = estimate(changed)
-                if found < seconds * (1 - 1e-9):
-                    best, seconds, improved = changed, found, True
-                    break
-    return best
-
-
-def _runs(alike: Sequence[int]) -> list[int]:
-    return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
-
-
-def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order:
-    pieces = [order[a:b] for a, b in pairwise([*begins, len(order)])]
-    pieces[one], pieces[other] = pieces[other], pieces[one]
-    return tuple(rank for piece in pieces for rank in piece)
 
 
 def _num_out_of_order(orders: Orders, machines: Orders) -> int:

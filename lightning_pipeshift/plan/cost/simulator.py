@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule, route_of
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
-from lightning_pipeshift.plan.schedule.route import Place
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     simulated_rows,
@@ -36,11 +35,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of a microbatch: per stage to compute, per boundary between stages to transfer.
-
-    Where stages hold several chunks, these are the costs per place on the
-    :class:`~lightning_pipeshift.plan.schedule.route.Route`, and per boundary between two places.
-    """
+    """The costs of a microbatch: per stage to compute, per boundary between stages to transfer."""
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
@@ -150,8 +145,7 @@ class Timeline:
     """Of that time."""
     peak_in_flight: tuple[int, ...]
     """The peak number of microbatches whose forward has started and whose backward has not ended,
-    so whose activations are held; counted for each chunk. Zero if there are no backwards: nothing
-    is held."""
+    so whose activations are held. Zero if there are no backwards: nothing is held."""
 
     @cached_property
     def rows(self) -> tuple[tuple[Span, ...], ...]:
@@ -186,7 +180,7 @@ class _Step(NamedTuple):
     column: int
     """The field of :class:`Costs` with its duration."""
     entry: int
-    """Its index in that field: a place or a boundary; in a smaller microbatch, after all of those
+    """Its index in that field: a stage or a boundary; in a smaller microbatch, after all of those
     of the larger ones."""
     link: tuple[int, int] | None = None
     """For a transfer, the stages that it goes from and to: one after the other."""
@@ -235,24 +229,21 @@ class Clock:
         self.is_endless = is_endless
         self.num_larger = num_larger
         self.num_stages = len(schedule)
-        self.route = route_of(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
         self._steps: list[_Step] = []
         arrivals: dict[tuple[int, Action], int] = {}
         for stage, index in order:
             action = schedule[stage][index]
-            place = self.route.index(Place(stage, action.chunk))
             is_smaller = num_larger is not None and action.microbatch >= num_larger
             if action.kind.is_compute:
-                needed = action.receive_needed(stage, self.route)
+                needed = action.receive_needed(stage, self.num_stages)
                 waits = arrivals[stage, needed] if needed else -1
-                entry = place + is_smaller * self.route.num_places
+                entry = stage + is_smaller * self.num_stages
                 self._steps.append(_Step(stage, action, waits, _COLUMN[action.kind], entry))
-            elif action.kind.is_send and (there := action.counterpart(stage, self.route)):
+            elif action.kind.is_send and (there := action.counterpart(stage, self.num_stages)):
                 number = arrivals[there] = len(arrivals)
-                # The boundary between places b and b + 1 is number b.
-                boundary = min(place, place + action.kind.properties.neighbour)
-                entry = boundary + is_smaller * (self.route.num_places - 1)
+                # The boundary between stages b and b + 1 is number b.
+                entry = min(stage, there[0]) + is_smaller * (self.num_stages - 1)
                 link = (stage, there[0])
                 self._steps.append(_Step(stage, action, number, _COLUMN[action.kind], entry, link))
         self._num_arrivals = len(arrivals)
@@ -264,8 +255,8 @@ class Clock:
         arrived: dict[int, int] = {}
         # The first row of each kind, with the fields of Costs concatenated.
         sizes = 1 if self.num_larger is None else 2
-        by_place, by_boundary = sizes * self.route.num_places, sizes * (self.route.num_places - 1)
-        first_row = np.cumsum([0, by_place, by_place, by_boundary, by_boundary]).tolist()
+        by_stage, by_boundary = sizes * self.num_stages, sizes * (self.num_stages - 1)
+        first_row = np.cumsum([0, by_stage, by_stage, by_boundary, by_boundary]).tolist()
         needs, waves, rows = [(0, 0)], [0], [0]
         members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
         for number, step in enumerate(self._steps, 1):
@@ -414,12 +405,10 @@ def simulate(schedule: Schedule | Clock, costs: Costs, *smaller: Costs) -> Timel
     Raises ScheduleError if the schedule deadlocks, or if the costs are of another number of stages.
     """
     timed = schedule if isinstance(schedule, Clock) else Clock(schedule)
-    route = timed.route
-    if route.num_places != costs.num_stages:
-        of_chunks = f" with {route.num_chunks} chunks each" if route.num_chunks > 1 else ""
+    if timed.num_stages != costs.num_stages:
         raise ScheduleError(
-            f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
-            " they must agree"
+            f"a schedule of {timed.num_stages} stages and costs of {costs.num_stages}; they must"
+            " agree"
         )
     computed, sent, busy = timed.rows_of(columns(costs, *smaller))
     step_seconds = end_seconds = max(float(row.ends[-1]) if row else 0.0 for row in computed)

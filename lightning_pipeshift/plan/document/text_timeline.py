@@ -1,8 +1,7 @@
 """Draws a stage's actions over a step as one line of text.
 
-A block begins with the number of its microbatch, and of its chunk if that is not the first
-(``3.1``); a thin line is a forward, a heavy one a backward, dots are idle time, waves run a forward
-again::
+A block begins with the number of its microbatch; a thin line is a forward, a heavy one a backward,
+dots are idle time, waves run a forward again::
 
     0──1──······0━━━━━2──1━━━━━
     ···0──0━━━━━1──1━━━━━2──2━━
@@ -45,7 +44,7 @@ class Scale:
             for span in spans
             if span.action.kind is Kind.FORWARD and span.end > span.start
         )
-        digits = max(len(span.action.label) for span in spans)
+        digits = max(len(str(span.action.microbatch)) for span in spans)
         typical = forwards[len(forwards) // 2]
         columns = min(typical * width / end_seconds, _MOST_COLUMNS)
         if forwards[0] > 0.8 * forwards[-1]:
@@ -67,7 +66,8 @@ def draw_row(row: Sequence[Span], end_seconds: float, scale: Scale, width: int) 
         begin, end = scale.column(span.start), scale.column(span.end)
         line = span.action.kind.properties.line
         # A number cut in two would name another microbatch.
-        label = span.action.label if len(span.action.label) <= end - begin else ""
+        label = str(span.action.microbatch)
+        label = label if len(label) <= end - begin else ""
         text[begin:end] = label + line * (end - begin - len(label))
     drawing = "".join(text)
     if len(drawing) <= width:

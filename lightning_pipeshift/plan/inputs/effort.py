@@ -18,8 +18,8 @@ class Effort:
             all are tried; otherwise those for which there is a reason.
         groupings_simulated: how many groupings are tried on the simulator; of many ranks fewer.
         groupings_finished: for how many of these the cuts are found with care, likewise.
-        orders: if stages have at most this many orders (those of five), all are tried; otherwise as
-            many swaps of two stages.
+        orders: if stages have at most this many orders (those of five), all are tried; otherwise
+            those with two stages exchanged, or one moved, as long as that helps.
         orders_cut: for how many of the best orders of few ranks the cuts are found with care.
         orders_compressed: for how many of them the handling of saved tensors is planned.
         microbatches_tried: how many numbers of microbatches are tried on the simulator.
@@ -32,9 +32,6 @@ class Effort:
         stages_cut: up to this many stages, cuts of a step are improved on the simulator.
         cuts_improved: how many cuts are improved together.
         cuts_moved: how many neighbouring cuts move together, at most.
-        lenders: how many stages lend memory to one, at most; they are chosen among twice as many.
-        mappings: how many mappings of stages to lenders are extended from stage to stage.
-        mappings_tried: for how many of them the handling of saved tensors is planned.
         saved_parts: the fractions of their saved tensors that must fit on stages when cuts are
             looked for, if tensors may move: 0 if all may, 1 if none does.
         assignments: how many ways to handle the saved tensors of a cut are tried.
@@ -67,9 +64,6 @@ class Effort:
     stages_cut: int = 32
     cuts_improved: int = 4
     cuts_moved: int = 8
-    lenders: int = 3
-    mappings: int = 16
-    mappings_tried: int = 3
     saved_parts: tuple[float, ...] = (0.0, 0.5, 1.0)
     assignments: int = 500
     tensors_assigned: int = 1 << 17

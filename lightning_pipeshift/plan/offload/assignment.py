@@ -12,16 +12,15 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from lightning_pipeshift.plan.cost.memory_model import Footprint
-from lightning_pipeshift.plan.cost.memory_timeline import HOST
+from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, Swap
-from lightning_pipeshift.plan.offload.peers import Lenders, shares_of
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 
 Tensor = tuple[int, int]
 """A saved tensor: its layer and its number."""
 
-Way = Lenders | None
+Way = tuple[int, ...] | None
 """The target of a tensor: these stages; ``()``: the host. ``None``: it is recomputed."""
 
 Assigned = Mapping[Tensor, Way]
@@ -135,18 +134,13 @@ class Assignments:
             problem, stage = self.problem, self.owner[layer]
             is_recomputed = any(way is None for _, way in ways)
             work = is_recomputed * float(problem.workload.forward[stage, layer])
-            groups: dict[Lenders, list[int]] = {}
+            groups: dict[tuple[int, ...], list[int]] = {}
             for key, way in ways:
                 if way is not None:
                     groups.setdefault(way, []).append(key[1])
                     work += 2 * self._seconds(key, way)
             swaps = tuple(
-                Swap(
-                    layer,
-                    tuple(numbers),
-                    way,
-                    shares_of(stage, way, problem.links) if len(way) > 1 else (),
-                )
+                Swap(layer, tuple(numbers), way, _shares_of(stage, way, problem.links))
                 for way, numbers in groups.items()
             )
             named = {key for key, _ in ways}
@@ -156,12 +150,20 @@ class Assignments:
             self._parts[layer, ways] = _Part(is_recomputed, swaps, work)
         return self._parts[layer, ways]
 
-    def _seconds(self, key: Tensor, way: Lenders) -> float:
+    def _seconds(self, key: Tensor, way: tuple[int, ...]) -> float:
         stage, size, links = self.owner[key[0]], self.sizes[key], self.problem.links
         if not way:
             return links.seconds(stage, HOST, size)
-        shares = shares_of(stage, way, links)
-        return max(
-            links.seconds(stage, lender, size * share / sum(shares))
-            for lender, share in zip(way, shares, strict=True)
-        )
+        shares = _shares_of(stage, way, links) or (1.0,)
+        parts = zip(way, shares, strict=True)
+        return max(links.seconds(stage, to, size * part / sum(shares)) for to, part in parts)
+
+
+def _shares_of(stage: int, lenders: tuple[int, ...], links: Links) -> tuple[float, ...]:
+    """Blocks in proportion to the bandwidth of the links; empty for one lender."""
+    rates = [links.rate(stage, lender) for lender in lenders]
+    if len(rates) < 2:
+        return ()
+    if not all(map(math.isfinite, rates)):
+        return (1.0,) * len(rates)
+    return tuple(rate / min(rates) for rate in rates)

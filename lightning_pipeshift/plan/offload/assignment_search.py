@@ -28,7 +28,6 @@ from lightning_pipeshift.plan.offload.assignment import (
     Tensor,
     Way,
 )
-from lightning_pipeshift.plan.offload.peers import Lenders, mappings
 from lightning_pipeshift.plan.offload.policy_choices import chosen
 from lightning_pipeshift.plan.offload.problem import Problem
 
@@ -66,7 +65,9 @@ class Search:
         self._stages = self.assignments.stages
         self._effort = problem.effort
         self._most_trials = problem.most_trials
-        self._lenders: dict[int, list[Lenders]] = {}
+        #: The stages that have memory to lend.
+        spare = problem.spare_bytes(self.assignments.uncompressed)
+        self._roomy = [stage for stage in self._stages if spare[stage] > 0]
         #: By stage and option, the last known cost of a freed byte.
         self._rates: dict[tuple[int, Option], float] = {}
         self._spares = {
@@ -97,8 +98,9 @@ class Search:
         if not self._score(start).excess_bytes:
             return start
         found: list[Assigned] = []
-        for begin, lenders in self._beginnings(start):
-            self._lenders = lenders
+        # With recomputation that costs no time, so that stages have memory to lend; and without.
+        roomy = self._with_free_recomputation(start)
+        for begin in (roomy, start) if roomy != start else (start,):
             found.append(self._relaxed(self._filled(begin)))
             score = self._score(found[-1])
             # Two beginnings at least: of equally fast ones, one may move and recompute less.
@@ -135,15 +137,12 @@ class Search:
     def _options(self, layer: int) -> list[Option]:
         """How a layer's tensors may be handled, if they are not kept."""
         stage = self._owner[layer]
-        places: list[Lenders] = []
+        places: list[tuple[int, ...]] = []
         if self._links.rate(stage, HOST) and self._problem.limits[stage].host_bytes:
             places.append(())
-        places += self._lenders.get(stage, ())
-        places += [
-            (other,)
-            for other in self._stages
-            if self._links.rate(stage, other) and (other,) not in places
-        ]
+        places += [(other,) for other in self._stages if self._links.rate(stage, other)]
+        together = tuple(other for other in self._roomy if self._links.rate(stage, other))
+        places += [together] if len(together) > 1 else []
         options = [Option(place, place) for place in places]
         if self._problem.recompute != "none":
             if not self._costly.isdisjoint(self.assignments.tensors.get(layer, ())):
@@ -171,14 +170,6 @@ class Search:
 
     # --- where to begin ---
 
-    def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
-        """Assignments to begin with, each with lenders: what is fixed, also with recomputation."""
-        roomy = self._with_free_recomputation(start)
-        for lenders, other in itertools.zip_longest(self._mappings(start), self._mappings(roomy)):
-            if roomy != start:
-                yield roomy, other or {}
-            yield start, lenders or {}
-
     def _with_free_recomputation(self, start: Assigned) -> Assigned:
         """Recomputes as many layers of each stage as make the step no longer."""
         now = start
@@ -194,17 +185,6 @@ class Search:
 
             now = with_first(_most(len(groups), is_free))
         return now
-
-    def _mappings(self, assigned: Assigned) -> list[dict[int, list[Lenders]]]:
-        """The best mappings of stages to lenders, by how well they fill spare memory and links (the
-        source's mapping search).
-        """
-        spare = self._problem.spare_bytes(self._footprint(assigned))
-        needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
-        return [
-            {stage: [lenders] for stage, lenders in mapping.items() if lenders}
-            for mapping in mappings(needs, spare, self._links, self._effort)
-        ]
 
     # --- until it fits ---
 
@@ -224,8 +204,6 @@ class Search:
                 now = self._with_more(now, stage)
             if now is before or self._is_over:
                 break
-            # The memory that is left, which other stages may lend.
-            self._lenders = self._mappings(now)[0]
         return now
 
     def _short_stages(self, assigned: Assigned) -> list[int]:
@@ -249,7 +227,9 @@ class Search:
         )
         # Rates hardly ever fall as memory fills up: an earlier one is a lower bound.
         known = {
-            option: self._rates.get((stage, option), 0.0) for option in self._common_options(stage)
+            option: self._rates.get((stage, option), 0.0)
+            for layer in self._groups[stage]
+            for option in self._options(layer)
         }
         candidates: dict[Option, Groups] = {}
         for option in sorted(known, key=known.__getitem__):
@@ -275,18 +255,6 @@ class Search:
                 break
             now = more
         return now
-
-    def _common_options(self, stage: int) -> list[Option]:
-        """The options that are open to some layer of a stage; one set of lenders at most."""
-        places = self._lenders.get(stage)
-        options = dict.fromkeys(
-            option for layer in self._groups[stage] for option in self._options(layer)
-        )
-        return [
-            option
-            for option in options
-            if not places or option.costly in (None, "keep", (), *places)
-        ]
 
     def _candidates(self, now: Assigned, stage: int, option: Option) -> Groups:
         """Tensors that may change to an option together, the best first: for a recomputation a

@@ -23,10 +23,10 @@ from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.offload.assignment_search import Search
 from lightning_pipeshift.plan.offload.budget_error import over_budget
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.partition.best_cut import best_cut_of, neighbours
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
-from lightning_pipeshift.plan.partition.local_search import best_cut_of, neighbours
 
 
 def best_split(

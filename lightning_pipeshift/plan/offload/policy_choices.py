@@ -12,7 +12,6 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment import Assignments, Tensor, Way
-from lightning_pipeshift.plan.offload.peers import Lenders
 from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.actions import Kind
 
@@ -85,7 +84,7 @@ def _require_way(problem: Problem, record: TensorRecord, choice: Choice, seconds
         )
 
 
-def _lender(assignments: Assignments, stage: int) -> Lenders:
+def _lender(assignments: Assignments, stage: int) -> tuple[int]:
     """The default lender for a stage: the one with the most free memory."""
     problem, found = assignments.problem, assignments.uncompressed
     spare = problem.spare_bytes(found)

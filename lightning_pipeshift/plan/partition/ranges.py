@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,23 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.workload import Counts, Numbers
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Solution:
-    """A cut and its estimate.
-
-    Args:
-        seconds: of a step.
-        counts: the layers per stage.
-        pace: the seconds of the slowest stage or link, for a microbatch.
-        sum: the seconds of all stages and links, for a microbatch.
-    """
-
-    seconds: float
-    counts: Counts
-    pace: float = field(compare=False)
-    sum: float = field(compare=False)
 
 
 def ranges_of(counts: Any) -> tuple[NDArray[np.intp], ...]:
@@ -50,6 +32,11 @@ def narrowest(table: Numbers) -> tuple[float, Counts]:
             if that is not possible.
     """
     return least_chain(table.shape, lambda s, before: np.maximum(before, table[s]))
+
+
+def least_sum(table: Numbers) -> tuple[float, Counts]:
+    """The cut whose entries have the least sum, and that sum; see :func:`narrowest`."""
+    return least_chain(table.shape, lambda s, before: before + table[s])
 
 
 def least_chain(

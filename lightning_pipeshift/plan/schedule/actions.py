@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Final
 
 from lightning_pipeshift.errors import ScheduleError
-from lightning_pipeshift.plan.schedule.route import Place, Route
 
 
 class Kind(enum.Enum):
@@ -26,21 +25,21 @@ class Kind(enum.Enum):
     """
 
     FORWARD = "F"
-    """Run the forward. Except at the first place, waits for its RECEIVE_PAYLOAD."""
+    """Run the forward. Except on the first stage, waits for its RECEIVE_PAYLOAD."""
     BACKWARD = "B"
-    """Run the backward. Except at the last place, waits for its RECEIVE_GRADIENT."""
+    """Run the backward. Except on the last stage, waits for its RECEIVE_GRADIENT."""
     RECOMPUTE = "R"
     """Recompute the forwards whose saved tensors were dropped, for the next backward. Does not
     wait: it fills the time in which a stage waits for a gradient."""
     RECEIVE_PAYLOAD = ">F"
-    """Post the receive of a payload from the previous place; pairs with that place's
+    """Post the receive of a payload from the previous stage; pairs with that stage's
     SEND_PAYLOAD."""
     SEND_PAYLOAD = "F>"
-    """Send the forward's payload to the next place; pairs with that place's RECEIVE_PAYLOAD."""
+    """Send the forward's payload to the next stage; pairs with that stage's RECEIVE_PAYLOAD."""
     RECEIVE_GRADIENT = ">B"
-    """Post the receive of a gradient from the next place; pairs with that place's SEND_GRADIENT."""
+    """Post the receive of a gradient from the next stage; pairs with that stage's SEND_GRADIENT."""
     SEND_GRADIENT = "B>"
-    """Send the payload's gradient to the previous place; pairs with that place's
+    """Send the payload's gradient to the previous stage; pairs with that stage's
     RECEIVE_GRADIENT."""
 
     @cached_property
@@ -70,8 +69,8 @@ class Properties:
         cost: the field of ``plan.cost.simulator.Costs`` with its seconds; empty for none.
         line: its line in drawings of a step.
         in_flight: by how much it changes the number of microbatches whose saved tensors are held.
-        neighbour: for communication, how many places further on the route the other end is.
-            Payloads flow towards the last place, gradients towards the first.
+        neighbour: for communication, how many stages further the other end is. Payloads flow
+            towards the last stage, gradients towards the first.
         pair: for communication, what the other end does.
         needs: the receive that it waits for.
         causes: the send of its result.
@@ -130,76 +129,62 @@ PROPERTIES: Final = {
 }
 
 # ASCII digits only: int() would also accept the digits of other scripts.
-_TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(?:\.([1-9][0-9]*))?(>?)")
+_TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(>?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation of a stage for one microbatch: ``F3``, ``>B0``, ``F3>``; ``F3.1`` for the
-    stage's second chunk.
-    """
+    """One operation of a stage for one microbatch: ``F3``, ``>B0``, ``F3>``."""
 
     kind: Kind
     microbatch: int
-    chunk: int = 0
 
     def __post_init__(self) -> None:
-        if self.microbatch < 0 or self.chunk < 0:
+        if self.microbatch < 0:
             raise ScheduleError(
-                f"an action for chunk {self.chunk} of microbatch {self.microbatch}; both are"
-                " counted from 0"
+                f"an action for microbatch {self.microbatch}; they are counted from 0"
             )
 
     def __str__(self) -> str:
         mark = self.kind.value
-        return f"{mark[:-1]}{self.label}>" if self.kind.is_send else f"{mark}{self.label}"
-
-    @property
-    def label(self) -> str:
-        """The microbatch, and the chunk unless it is the first: ``3``, ``3.1``."""
-        return f"{self.microbatch}.{self.chunk}" if self.chunk else str(self.microbatch)
+        if self.kind.is_send:
+            return f"{mark[:-1]}{self.microbatch}>"
+        return f"{mark}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """The inverse of ``str``. Raises ScheduleError for a text that is no action."""
         match = _TEXT.fullmatch(text)
-        mark = match[1] + match[4] if match else ""
+        mark = match[1] + match[3] if match else ""
         kind = next((kind for kind in Kind if kind.value == mark), None)
         if match is None or kind is None:
             known = " ".join(str(cls(kind, 3)) for kind in Kind)
             raise ScheduleError(
                 f"{text!r} is no action; the actions (here of microbatch 3) are: {known}"
             )
-        return cls(kind, int(match[2]), int(match[3] or 0))
+        return cls(kind, int(match[2]))
 
-    def counterpart(self, stage: int, route: Route) -> tuple[int, Action] | None:
+    def counterpart(self, stage: int, num_stages: int) -> tuple[int, Action] | None:
         """The other end of a send or receive on ``stage``: its stage, and its receive or send.
-        ``None`` if there is no other stage at that end.
+        ``None`` if there is no stage at that end.
         """
         pair = self.kind.properties.pair
         assert pair is not None, f"{self} is no send or receive"
-        there = self._other_end(self.kind, stage, route)
-        return there and (there.stage, Action(pair, self.microbatch, there.chunk))
+        there = stage + self.kind.properties.neighbour
+        return (there, Action(pair, self.microbatch)) if 0 <= there < num_stages else None
 
-    def receive_needed(self, stage: int, route: Route) -> Action | None:
+    def receive_needed(self, stage: int, num_stages: int) -> Action | None:
         """The receive that this action waits for on ``stage``, if any."""
-        return self._communication(self.kind.properties.needs, stage, route)
+        return self._communication(self.kind.properties.needs, stage, num_stages)
 
-    def send_caused(self, stage: int, route: Route) -> Action | None:
+    def send_caused(self, stage: int, num_stages: int) -> Action | None:
         """The send of this action's result on ``stage``, if any."""
-        return self._communication(self.kind.properties.causes, stage, route)
+        return self._communication(self.kind.properties.causes, stage, num_stages)
 
-    def _communication(self, kind: Kind | None, stage: int, route: Route) -> Action | None:
-        if kind is None or self._other_end(kind, stage, route) is None:
+    def _communication(self, kind: Kind | None, stage: int, num_stages: int) -> Action | None:
+        if kind is None or not 0 <= stage + kind.properties.neighbour < num_stages:
             return None
-        return Action(kind, self.microbatch, self.chunk)
-
-    def _other_end(self, kind: Kind, stage: int, route: Route) -> Place | None:
-        """The other end of a send or receive of this action's chunk; ``None`` if that is no other
-        stage.
-        """
-        there = route.neighbour(Place(stage, self.chunk), kind.properties.neighbour)
-        return None if there is None or there.stage == stage else there
+        return Action(kind, self.microbatch)
 
 
 Row = tuple[Action, ...]
@@ -207,12 +192,6 @@ Row = tuple[Action, ...]
 
 Schedule = tuple[Row, ...]
 """The rows of all stages."""
-
-
-def route_of(schedule: Schedule) -> Route:
-    """The route of a schedule's microbatches: stages hold as many chunks as it mentions."""
-    chunks = (action.chunk for row in schedule for action in row)
-    return Route(len(schedule), 1 + max(chunks, default=0))
 
 
 def parse_row(text: str) -> Row:

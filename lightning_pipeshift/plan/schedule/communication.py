@@ -23,8 +23,7 @@ that cause them. So the orders agree if two neighbours run their forwards in the
 their backwards in the same order. ``check`` proves that for a schedule.
 """
 
-from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule, route_of
-from lightning_pipeshift.plan.schedule.route import Route
+from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule
 
 
 def with_communication(schedule: Schedule) -> Schedule:
@@ -32,17 +31,15 @@ def with_communication(schedule: Schedule) -> Schedule:
 
     Expects compute actions only. The schedule of a single stage is returned unchanged.
     """
-    route = route_of(schedule)
-    return tuple(row_with_communication(row, stage, route) for stage, row in enumerate(schedule))
+    return tuple(_communicating(row, stage, len(schedule)) for stage, row in enumerate(schedule))
 
 
-def row_with_communication(row: Row, stage: int, route: Route) -> Row:
-    """The row of one stage with every send and receive that its compute actions imply."""
-    receives = [action.receive_needed(stage, route) for action in row]
+def _communicating(row: Row, stage: int, num_stages: int) -> Row:
+    receives = [action.receive_needed(stage, num_stages) for action in row]
     # No action precedes the first one, so its receive is at the row's start, before the second's.
     lowered: list[Action | None] = receives[:1]
     for action, next_receive in zip(row, [*receives, None][1:], strict=True):
-        send = action.send_caused(stage, route)
+        send = action.send_caused(stage, num_stages)
         depends = next_receive is not None and next_receive.microbatch == action.microbatch
         lowered += [action, send, next_receive] if depends else [next_receive, action, send]
     return tuple(action for action in lowered if action is not None)

@@ -117,9 +117,9 @@ def row_with_recomputation(row: Row) -> Row:
     """The row of a stage that recomputes: see :func:`with_recomputation`."""
     recomputing: list[Action] = []
     for action in row:
-        forward = Action(Kind.FORWARD, action.microbatch, action.chunk)
+        forward = Action(Kind.FORWARD, action.microbatch)
         if action.kind is Kind.BACKWARD and recomputing[-1:] != [forward]:
-            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch, action.chunk))
+            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch))
         recomputing.append(action)
     return tuple(recomputing)
 

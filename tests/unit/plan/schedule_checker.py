@@ -9,16 +9,15 @@ from itertools import pairwise
 from typing import NoReturn
 
 from lightning_pipeshift.errors import ScheduleError
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Schedule, route_of
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Schedule
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
 
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError unless the schedule (with its communication) can run and is complete.
 
-    - Every stage does the forward and the backward of every microbatch exactly once for each of its
-      chunks, the forwards first, and the backwards in the reverse order of the chunks; or, where
-      the schedule has no backward at all, the forwards exactly once.
+    - Every stage does the forward and the backward of every microbatch exactly once, the forward
+      first; or, where the schedule has no backward at all, the forward exactly once.
     - A recomputation, where there is one, comes once, between the two.
     - Every send has one receive, every receive one send, and per neighbour and direction their
       orders agree.
@@ -54,11 +53,9 @@ def grid(schedule: Schedule, stage: int, index: int) -> str:
 def _check_compute(schedule: Schedule) -> None:
     actions = [action for row in schedule for action in row]
     num_microbatches = 1 + max(action.microbatch for action in actions)
-    chunks = range(route_of(schedule).num_chunks)
     trains = any(action.kind is Kind.BACKWARD for action in actions)
     kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
     letters = " and ".join(kind.value for kind in kinds)
-    of_chunks = f", with the chunks 0 to {chunks[-1]}" if len(chunks) > 1 else ""
     for stage, row in enumerate(schedule):
         places: dict[Action, int] = {}
         for index, action in enumerate(row):
@@ -66,27 +63,20 @@ def _check_compute(schedule: Schedule) -> None:
                 _fail(schedule, stage, index, f"does {action} again; it is allowed once")
             places[action] = index
         for microbatch in range(num_microbatches):
-            # Backwards go the way of the forwards in reverse.
-            needed = [
-                Action(kind, microbatch, chunk)
-                for kind in kinds
-                for chunk in (chunks if kind is Kind.FORWARD else reversed(chunks))
-            ]
+            needed = [Action(kind, microbatch) for kind in kinds]
             for action in needed:
                 if action not in places:
                     what = f"never does {action}; every stage does {letters} of each microbatch"
-                    what += f", 0 to {num_microbatches - 1}{of_chunks}"
+                    what += f", 0 to {num_microbatches - 1}"
                     _fail(schedule, stage, len(row), what)
             in_order = [*pairwise(needed)]
-            for chunk in chunks:
-                recompute = Action(Kind.RECOMPUTE, microbatch, chunk)
-                if recompute not in places:
-                    continue
+            recompute = Action(Kind.RECOMPUTE, microbatch)
+            if recompute in places:
                 if not trains:
                     what = f"does {recompute}, but has no backward that needs it"
                     _fail(schedule, stage, places[recompute], what)
-                in_order.append((Action(Kind.FORWARD, microbatch, chunk), recompute))
-                in_order.append((recompute, Action(Kind.BACKWARD, microbatch, chunk)))
+                in_order.append((Action(Kind.FORWARD, microbatch), recompute))
+                in_order.append((recompute, Action(Kind.BACKWARD, microbatch)))
             for first, second in in_order:
                 if places[first] > places[second]:
                     what = f"does {second} before {first}"
@@ -94,12 +84,12 @@ def _check_compute(schedule: Schedule) -> None:
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    rows, route = [set(row) for row in schedule], route_of(schedule)
+    rows, num_stages = [set(row) for row in schedule], len(schedule)
     for stage, row in enumerate(schedule):
         for index, action in enumerate(row):
             if action.kind.is_compute:
                 continue
-            there = action.counterpart(stage, route)
+            there = action.counterpart(stage, num_stages)
             if there is None:
                 _fail(schedule, stage, index, f"does {action}, but has no neighbour there")
             if there[1] not in rows[there[0]]:
@@ -108,11 +98,11 @@ def _check_pairs(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
-    route = route_of(schedule)
+    num_stages = len(schedule)
     for stage, row in enumerate(schedule):
         places = {action: index for index, action in enumerate(row)}
         for index, action in enumerate(row):
-            receive = action.receive_needed(stage, route)
+            receive = action.receive_needed(stage, num_stages)
             if receive is not None and places.get(receive, index) >= index:
                 _fail(
                     schedule,
@@ -121,18 +111,18 @@ def _check_places(schedule: Schedule) -> None:
                     f"does {action} without posting {receive} first; "
                     "with_communication() places it",
                 )
-            send = action.send_caused(stage, route)
+            send = action.send_caused(stage, num_stages)
             if send is not None and places.get(send, index + 1) < index:
                 _fail(schedule, stage, places[send], f"does {send} before {action}, which makes it")
 
 
 def _check_orders(schedule: Schedule) -> None:
-    route = route_of(schedule)
+    num_stages = len(schedule)
     # The sends of each kind from one stage to another, and what they are received by.
     lines: dict[tuple[Kind, int, int], list[tuple[Action, Action]]] = {}
     for stage, row in enumerate(schedule):
         for send in row:
-            if send.kind.is_send and (there := send.counterpart(stage, route)):
+            if send.kind.is_send and (there := send.counterpart(stage, num_stages)):
                 lines.setdefault((send.kind, stage, there[0]), []).append((send, there[1]))
     for (_, stage, neighbour), pairs in lines.items():
         expected = {receive for _, receive in pairs}
@@ -149,15 +139,15 @@ def _check_orders(schedule: Schedule) -> None:
 
 
 def _check_reaches_end(schedule: Schedule) -> None:
-    route = route_of(schedule)
+    num_stages = len(schedule)
     reached = Counter(stage for stage, _ in execution_order(schedule))
     waits = []
     for stage, row in enumerate(schedule):
         if reached[stage] < len(row):
             action = row[reached[stage]]
-            receive = action.receive_needed(stage, route)
+            receive = action.receive_needed(stage, num_stages)
             assert receive is not None, "only an action that needs a receive can wait"
-            there = receive.counterpart(stage, route)
+            there = receive.counterpart(stage, num_stages)
             assert there is not None
             send = f"{there[1]} of stage {there[0]}"
             waits.append((stage, reached[stage], f"{action} of stage {stage} waits for {send}"))

@@ -10,9 +10,9 @@ from lightning_pipeshift.plan.arrange.groupings import (
     host_order,
     ring_order,
 )
-from lightning_pipeshift.plan.arrange.stage_order import interchangeable
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL
+from lightning_pipeshift.plan.partition.orders import interchangeable
 from tests.unit.plan.clusters import NARROW, WIDE, devices, partitions
 
 SPEEDS = {"X": 4.0, "Y": 2.0, "Z": 1.0}

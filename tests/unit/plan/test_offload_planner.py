@@ -23,7 +23,6 @@ from lightning_pipeshift.plan.inputs.policies import (
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, SavedTensor, Swap
 from lightning_pipeshift.plan.offload.cut_search import fastest
-from lightning_pipeshift.plan.offload.peers import mappings
 from lightning_pipeshift.plan.offload.policy_choices import records
 from lightning_pipeshift.plan.offload.problem import Compressed, MemoryLimits, Problem
 from tests.unit.plan.workloads import workload
@@ -694,112 +693,6 @@ def test_only_the_host_has_too_little_room():
     with pytest.raises(BudgetError, match=r"host of stage 0 has 8\.39 MB.*16\.78 MB there"):
         given.compressed([MemoryLimits(MB * 20, MB * 8)] * 2, everything)
     given.compressed([MemoryLimits(MB * 20, MB * 16)] * 2, everything)
-
-
-# --- who lends to whom ---
-
-
-def alike(num_stages: int, rate: float = 1.0, without: Sequence[tuple[int, int]] = ()) -> Links:
-    pairs = set(itertools.permutations(range(num_stages), 2)) - set(without)
-    return Links(dict.fromkeys(pairs, (0.0, rate)))
-
-
-@pytest.mark.parametrize(
-    ("needs", "spare", "links", "first"),
-    [
-        ({}, [1, 2], alike(2), {}),
-        ({0: 5}, [-5, 5], alike(2), {0: (1,)}),
-        ({1: 5}, [5, -5], alike(2), {1: (0,)}),
-        # Nobody has anything.
-        ({0: 5}, [-5, 0], alike(2), {0: ()}),
-        ({0: 5, 1: 5}, [-5, -5], alike(2), {0: (), 1: ()}),
-        # There is no way.
-        ({0: 5}, [-5, 5], alike(2, without=[(0, 1)]), {0: ()}),
-        ({0: 5}, [-5, 9, 5], alike(3, without=[(0, 1)]), {0: (2,)}),
-        # One that has enough; two that have enough together are faster.
-        ({0: 6}, [-6, 1, 6], alike(3), {0: (2,)}),
-        ({0: 6}, [-6, 3, 6], alike(3), {0: (1, 2)}),
-        ({0: 9}, [-9, 3, 3, 3], alike(4), {0: (1, 2, 3)}),
-        # Each has one of its own, or the wide link.
-        ({0: 5, 2: 5}, [-5, 5, -5, 5], alike(4, without=[(0, 3)]), {0: (1,), 2: (3,)}),
-        (
-            {0: 5},
-            [-5, 9, 5],
-            Links({(0, 1): (0.0, 1.0), (0, 2): (10.0, 100.0)}),
-            {0: (1,)},
-        ),
-        # In proportion to the bandwidth: a quarter, and three.
-        ({0: 8}, [-8, 2, 6], Links({(0, 1): (0.0, 1.0), (0, 2): (0.0, 3.0)}), {0: (1, 2)}),
-    ],
-)
-def test_the_first_mapping(needs, spare, links, first):
-    assert mappings(needs, spare, links)[0] == first
-
-
-def test_many_stages_have_their_mappings():
-    """All mappings would be too many to try."""
-    needs = {stage: 1 + stage % 3 for stage in range(16)}
-    found = mappings(needs, [-needs[s] for s in range(16)] + [3] * 16, alike(32))
-    assert _unmet(found[0], needs, [0] * 16 + [3] * 16, alike(32))[0] == 0
-
-
-def test_mappings_are_the_best_of_all():
-    """Up to 3 of them, by what has no room and then by how long a link carries its part."""
-    for seed in range(60):
-        draw = np.random.default_rng(seed)
-        num_stages = int(draw.integers(2, 5))
-        spare = draw.integers(-9, 10, num_stages).tolist()
-        needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
-        links = Links(
-            {
-                pair: (0.0, float(draw.choice([1, 2, 4])))
-                for pair in itertools.permutations(range(num_stages), 2)
-                if draw.random() < 0.8
-            }
-        )
-        lenders = {
-            stage: [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
-            for stage in needs
-        }
-        every = [
-            dict(zip(needs, chosen, strict=True))
-            for chosen in itertools.product(
-                *(
-                    [
-                        some
-                        for num in range(len(lenders[stage]) + 1)
-                        for some in itertools.combinations(lenders[stage], num)
-                    ]
-                    for stage in needs
-                )
-            )
-        ]
-        found = mappings(needs, spare, links)
-        assert all(mapping in every for mapping in found), seed
-        assert len(found) == min(3, len(every)), seed
-        best = sorted(_unmet(mapping, needs, spare, links) for mapping in every)
-        scores = [_unmet(mapping, needs, spare, links) for mapping in found]
-        assert np.allclose(scores, best[: len(found)]), seed
-
-
-def _unmet(
-    mapping: Mapping[int, tuple[int, ...]],
-    needs: Mapping[int, float],
-    spare: Sequence[float],
-    links: Links,
-) -> tuple[float, float]:
-    """By lender: what all ask of it beyond what it has."""
-    asked: dict[int, list[tuple[float, float]]] = {}
-    for stage, lenders in mapping.items():
-        total = sum(links.rate(stage, lender) for lender in lenders)
-        for lender in lenders:
-            rate = links.rate(stage, lender)
-            asked.setdefault(lender, []).append((needs[stage] * rate / total, rate))
-    left_out = sum(need for stage, need in needs.items() if not mapping[stage])
-    for lender, parts in asked.items():
-        left_out += max(0.0, sum(size for size, _ in parts) - spare[lender])
-    slowest = max((size / rate for parts in asked.values() for size, rate in parts), default=0.0)
-    return round(left_out, 9), slowest
 
 
 # --- large cases ---

@@ -4,14 +4,16 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.arrange.order_search import OrderSearch
-from lightning_pipeshift.plan.arrange.stage_order import interchangeable
-from lightning_pipeshift.plan.cost.workload import Cut, workload_of
+from lightning_pipeshift.plan.cost.workload import Cut, crossing_seconds, workload_of
 from lightning_pipeshift.plan.inputs.effort import USUAL
+from lightning_pipeshift.plan.partition.best_cut import fixed_cut
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import fixed_cut
+from lightning_pipeshift.plan.partition.orders import interchangeable
+from lightning_pipeshift.plan.partition.recomputation import Recomputation
+from lightning_pipeshift.plan.partition.search import Reordering, Search
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.unit.plan.swapping import little_memory
 from tests.unit.plan.workloads import all_cuts
@@ -31,9 +33,20 @@ def search(seed, num_stages, num_layers, recompute="none", schedule="1f1b", room
     def workload(order):
         return workload_of(model, cluster, order, schedule, microbatches, 1.0)
 
-    alike = interchangeable(cluster)
-    found = OrderSearch(model, cluster, machine, alike, workload, 1.0, recompute, effort)
+    found = searching(model, cluster, machine, workload, recompute, effort)
     return found, workload, [(machine, uniform(num_layers, num_stages))]
+
+
+def searching(model, cluster, machine, workload, recompute="auto", effort=USUAL, samples=1.0):
+    links = [[cluster.link(one, other) for other in machine] for one in machine]
+    own, *turned = (workload(machine[n:] + machine[:n]) for n in range(len(machine)))
+    reordering = Reordering(
+        turned,
+        np.array([[crossing_seconds(model, link, samples) for link in row] for row in links]),
+        np.array([[link.latency_seconds for link in row] for row in links]),
+        interchangeable(cluster),
+    )
+    return Search(own, Recomputation(own, recompute), reordering, recompute, effort)
 
 
 def seconds(workload, found, recompute):
@@ -56,7 +69,7 @@ def brute_force(workload, num_stages, recompute="none"):
 def test_few_orders_are_all_tried(seed, schedule):
     found, workload, start = search(seed, 4, 6, "none", schedule)
     best = brute_force(workload, 4)
-    orders = found.best(start)
+    orders = found.best_orders(start)
     if math.isinf(best):
         assert not orders
     else:
@@ -69,7 +82,7 @@ def test_near_the_best_of_many_orders(seed):
     found, workload, start = search(seed, 5, 7, effort=replace(USUAL, orders=20))
     best = brute_force(workload, 5)
     assert math.isfinite(best)
-    assert seconds(workload, found.best(start)[0], "none") <= best * USUAL.alike
+    assert seconds(workload, found.best_orders(start)[0], "none") <= best * USUAL.alike
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -79,7 +92,7 @@ def test_times_are_those_of_the_workloads(schedule, recompute):
     num_checked = 0
     for seed in range(6):
         found, workload, start = search(seed, 4, 12, recompute, schedule)
-        orders = found.best(start)
+        orders = found.best_orders(start)
         times = [seconds(workload, each, recompute) for each in orders]
         assert times == sorted(times)
         assert len({order for order, _ in orders}) == len(orders)
@@ -91,6 +104,26 @@ def test_times_are_those_of_the_workloads(schedule, recompute):
     assert num_checked > 10
 
 
+def test_microbatches_of_unequal_sizes_are_timed_as_they_are():
+    num_unlike = 0
+    for seed in range(4):
+        model, cluster, _ = little_memory(seed, 4, 12)
+        devices = [replace(device, memory_bytes=0) for device in cluster.devices]
+        cluster = replace(cluster, devices=tuple(devices))
+
+        def workload(order, model=model, cluster=cluster):
+            return workload_of(model, cluster, order, "1f1b", 4, 2.25)
+
+        machine = (0, 1, 2, 3)
+        assert len(workload(machine).sizes) == 4
+        found = searching(model, cluster, machine, workload, "none", samples=2.25)
+        orders = found.best_orders([(machine, uniform(12, 4))])
+        times = [seconds(workload, each, "none") for each in orders]
+        assert times == sorted(times)
+        num_unlike += len(set(times)) > 1
+    assert num_unlike > 2
+
+
 def test_an_order_that_does_not_fit_leads_to_one_that_does():
     found, workload, _ = search(3, 4, 8, room=1.6)
     even = Cut((2, 2, 2, 2))
@@ -98,18 +131,16 @@ def test_an_order_that_does_not_fit_leads_to_one_that_does():
     unfit = [order for order in orders if not workload(order).fits(even)]
     assert 0 < len(unfit) < len(orders)
     for order in unfit:
-        assert found.best([(order, even.counts)])
+        assert found.best_orders([(order, even.counts)])
 
 
 def test_interchangeable_devices_are_not_exchanged():
     model, cluster, _ = little_memory(5, 6, 12)
     cluster = replace(cluster, devices=(cluster.devices[0],) * 6, hosts={})
-    alike = interchangeable(cluster)
 
     def workload(order):
         return workload_of(model, cluster, order, "1f1b", 4, 1.0)
 
-    found = OrderSearch(model, cluster, tuple(range(6)), alike, workload).best(
-        [(tuple(range(6)), uniform(12, 6))]
-    )
+    machine = tuple(range(6))
+    found = searching(model, cluster, machine, workload).best_orders([(machine, uniform(12, 6))])
     assert len(found) == 1

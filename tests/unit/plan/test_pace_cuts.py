@@ -6,7 +6,7 @@ import pytest
 from lightning_pipeshift.plan.arrange.evaluator import Evaluator
 from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.partition.local_search import best_cut, neighbours
+from lightning_pipeshift.plan.partition.best_cut import best_cut, neighbours
 from tests.unit.plan.clusters import unlike
 from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
-from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock, columns, simulate
+from lightning_pipeshift.plan.cost.simulator import Costs, clock, columns, simulate
 from lightning_pipeshift.plan.schedule.actions import parse_row
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -13,7 +13,6 @@ from lightning_pipeshift.plan.schedule.schedules import (
     one_forward_one_backward,
     with_recomputation,
 )
-from tests.unit.plan.schedule_checker import check
 
 
 def costs(forward, backward, payload=0.0, gradient=0.0):
@@ -170,61 +169,9 @@ def test_wrong_costs(arguments, words):
         Costs(*arguments)
 
 
-# Two chunks on each of two stages: places in the order 0, 1 (chunk 0), then 0, 1 (chunk 1).
-INTERLEAVED = tuple(
-    map(
-        parse_row,
-        ("F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"),
-    )
-)
-
-
-def test_interleaved_chunks():
-    check(with_communication(INTERLEAVED))
-    timeline = simulate(INTERLEAVED, costs([1] * 4, [2] * 4))
-    assert [spans(row) for row in timeline.rows] == [
-        "F0@0-1 F1@1-2 F0.1@2-3 F1.1@3-4 B0.1@6-8 B1.1@9-11 B0@11-13 B1@13-15",
-        "F0@1-2 F1@2-3 F0.1@3-4 B0.1@4-6 F1.1@6-7 B1.1@7-9 B0@9-11 B1@11-13",
-    ]
-    assert timeline.step_seconds == 15
-    assert timeline.idle_seconds == (3, 3)
-    assert timeline.peak_in_flight == (4, 3)
-
-
-def test_each_chunk_and_each_boundary_between_chunks_has_its_own_costs():
-    prices = Costs((1, 2, 4, 8), (10, 20, 40, 80), (100, 200, 300), (1000, 2000, 3000))
-    one = tuple(map(parse_row, ("F0 F0.1 B0.1 B0",) * 2))
-    timeline = simulate(one, prices)
-    assert [spans(row) for row in timeline.rows] == [
-        "F0@0-1 F0.1@303-307 B0.1@3695-3735 B0@6755-6765",
-        "F0@101-103 F0.1@607-615 B0.1@615-695 B0@5735-5755",
-    ]
-    assert [spans(row) for row in timeline.transfers] == [
-        "F0>@1-101 F0.1>@307-607 B0.1>@3735-5735",
-        "F0>@103-303 B0.1>@695-3695 B0>@5755-6755",
-    ]
-
-
-def test_transfers_of_all_chunks_share_the_links():
-    rows = tuple(map(parse_row, ("F0 F1 F0.1 F1.1", "F0 F1 F0.1 F1.1")))
-    timeline = simulate(rows, Costs((1,) * 4, (0,) * 4, (5, 1, 1), (0,) * 3))
-    # F0.1> waits for F1>, on the same link in the same direction.
-    assert spans(timeline.transfers[0]) == "F0>@1-6 F1>@6-11 F0.1>@11-12 F1.1>@14-15"
-    assert spans(timeline.transfers[1]) == "F0>@7-8 F1>@12-13"
-
-
-def test_many_costs_of_chunks_at_once_are_each_by_itself():
-    timed = Clock(INTERLEAVED)
-    some = [costs([1, 2, 3, 4], [4, 5, 6, 7], 0.5, 0.25), costs([3, 1, 1, 9], [1] * 4, 2.0, 3.0)]
-    together = timed.step_seconds(
-        [np.array(column).T for column in zip(*map(columns, some), strict=True)]
-    )
-    assert list(together) == [simulate(timed, each).step_seconds for each in some]
-
-
-def test_costs_are_of_all_chunks():
-    with pytest.raises(ScheduleError, match="2 stages with 2 chunks each and costs of 2; they mus"):
-        simulate(INTERLEAVED, costs([1, 1], [1, 1]))
+def test_costs_are_of_all_stages():
+    with pytest.raises(ScheduleError, match="a schedule of 2 stages and costs of 3; they must"):
+        simulate(one_forward_one_backward(2, 2), costs([1, 1, 1], [1, 1, 1]))
 
 
 @pytest.mark.parametrize("seed", range(20))

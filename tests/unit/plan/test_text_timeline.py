@@ -2,7 +2,6 @@ import pytest
 
 from lightning_pipeshift.plan.cost.simulator import Costs, simulate
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row
-from lightning_pipeshift.plan.schedule.actions import parse_row
 from lightning_pipeshift.plan.schedule.schedules import gpipe, one_forward_one_backward
 
 
@@ -28,14 +27,6 @@ def test_gpipe():
     assert drawn(timeline(gpipe(2, 2)), 40) == [
         "0───1───············0━━━━━━━1━━━━━━━",
         "····0───1───0━━━━━━━1━━━━━━━········",
-    ]
-
-
-def test_chunks():
-    rows = tuple(map(parse_row, ("F0 F0.1 B0.1 B0",) * 2))
-    assert drawn(timeline(rows, (1.0,) * 4), 70) == [
-        "0────·····0.1──···············0.1━━━━━━━··········0━━━━━━━━━",
-        "·····0────·····0.1──0.1━━━━━━━··········0━━━━━━━━━··········",
     ]
 
 

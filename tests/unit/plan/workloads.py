@@ -9,8 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_pipeshift.plan.cost.workload import Cut, Workload
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
-from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
 
 
@@ -141,15 +139,6 @@ def random_workload(
     room = (even * draw.uniform(0.6, 2.0) * draw.uniform(0.7, 1.5, num_stages)).round()
     is_tight = draw.random() < 0.5 if tight is None else tight
     return replace(boundless, usable_bytes=room) if is_tight else boundless
-
-
-def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
-    """By the dynamic programme, the cuts with the least estimate of those that fit without
-    recomputation, the best first.
-    """
-    fits = bytes_held(workload, "none") <= workload.usable_bytes[:, None, None]
-    programme = PartitionDP.of(workload, np.where(fits, 0.0, np.inf))
-    return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 
 def all_cuts(workload: Workload, recompute: str = "auto") -> list[Cut]:
