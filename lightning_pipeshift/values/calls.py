@@ -111,13 +111,16 @@ class Calls(Transfers):
             if type(target) not in PLACED:
                 self._require_own(target, call.label, needs)
                 self._adopt(target, stage)
+        self.entered = None
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if contract is not None and at not in contract.used:
                 continue
             if type(tensor) not in PLACED:
                 if with_gradient and tensor.requires_grad:
-                    self._adopt_leaf(tensor, call)
+                    entered = self._with_gradient(tensor, call)
+                    if entered is not None:
+                        here[at] = entered
                 elif contract is not None:
                     # Without a contract, a call may be one that fills uninitialised memory.
                     self._note_common(tensor)
@@ -405,23 +408,16 @@ class Calls(Transfers):
         self.accounts[tensor] = account
         self._shared.append((account.memory, user_line()))
 
-    def _adopt_leaf(self, tensor: Tensor, call: Call) -> None:
-        """Makes a common tensor that needs a gradient a value of the stage that its gradient comes
-        to. On the only stage, another one than a plain leaf stays as it is.
-
-        Raises:
-            LayerError: others have a part in its gradient.
+    def _with_gradient(self, tensor: Tensor, call: Call) -> Tensor | None:
+        """Lets a call use a common tensor that needs a gradient; returns what it uses at its stage.
+        A plain leaf becomes a value of the stage that its gradient comes to.
         """
         is_plain = type(tensor) is Tensor and tensor.is_leaf
         if is_plain and tensor.grad is None and not has_hooks(tensor):
             self._adopt(tensor, call.stage)
         elif not self._is_alone:
-            raise LayerError(
-                f"`{call.label}` ({user_line()}) runs at stage {call.stage} only, and uses a tensor"
-                " that every stage has, and whose gradient would come to that stage only. Make it a"
-                " parameter of the module, or a tensor without history, hooks and gradient"
-                " (`x.detach().clone().requires_grad_()`)."
-            )
+            return self.enter(tensor, call.stage, call.label)
+        return None
 
     def _adopt(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of one stage: that writes into it, or gets the gradient of

@@ -8,6 +8,7 @@ program. Values that no gradient connects are in graphs of their own, with a tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -169,6 +170,30 @@ class _ToEarlier(torch.autograd.Function):
         way: Way = ctx.way
         way.letters.mailbox.send(way.to, way.key, way.place, gradients[1])
         return gradients[0], None, None
+
+
+class _ToAll(torch.autograd.Function):
+    """A use of a tensor that every stage has: its gradient goes to all of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, tensor: Tensor, ways: Sequence[Way]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.ways = ways
+        ctx.set_materialize_grads(False)
+        return token.new_zeros(()), tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        for way in ctx.ways:
+            way.letters.mailbox.send(way.to, way.key, way.place, gradients[1])
+        return *gradients, None
+
+
+def gradient_to_all(token: Tensor, tensor: Tensor, ways: Sequence[Way]) -> tuple[Tensor, Tensor]:
+    """Begins a use of a common tensor; returns the new token, and the tensor to use."""
+    found: tuple[Tensor, Tensor] = apply_function.__get__(None, _ToAll)(token, tensor, ways)
+    return found
 
 
 def gradient_from_later(token: Tensor, link: Tensor, way: Way) -> Tensor:

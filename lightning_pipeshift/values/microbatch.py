@@ -388,11 +388,11 @@ class Microbatch(Calls):
         only = None if inputs is None else self.plain(inputs)
         if inputs is not None and not self._is_alone:
             several = [inputs] if isinstance(inputs, Tensor) else inputs
-            only = [here for x in several if (here := self.owned(x)) is not None]
+            only = [here for x in several if (here := self.here(x)) is not None]
 
         def run(roots: list[Tensor], gradients: list[Tensor | None]) -> None:
             torch.autograd.backward(
-                roots, gradients, retain_graph, create_graph, self._with_token(only)
+                roots, gradients, retain_graph, create_graph, inputs=self._with_token(only)
             )
 
         self._go_back([loss], [gradient], run, bool(retain_graph))
@@ -405,7 +405,7 @@ class Microbatch(Calls):
         gradients: Sequence[Tensor | None],
         is_kept: bool,
     ) -> list[Tensor | None]:
-        """The gradients of losses, where this stage owns the inputs. Every rank calls this.
+        """The gradients of losses, where this stage has the inputs. Every rank calls this.
 
         Args:
             losses: values, or tensors that every stage has.
@@ -415,7 +415,7 @@ class Microbatch(Calls):
         """
         self._require_first_order("torch.autograd.grad", False, gradients)
         self.note("grad", is_kept)
-        wanted = {at: x for at, x in enumerate(map(self.owned, inputs)) if x is not None}
+        wanted = {at: x for at, x in enumerate(map(self.here, inputs)) if x is not None}
         found: dict[int, Tensor] = {}
 
         def run(roots: list[Tensor], of_roots: list[Tensor | None]) -> None:
@@ -440,10 +440,12 @@ class Microbatch(Calls):
                 " layer."
             )
 
-    def owned(self, tensor: Tensor) -> Tensor | None:
-        """The tensor of a value or a parameter that needs a gradient, at its owner."""
+    def here(self, tensor: Tensor) -> Tensor | None:
+        """Of what needs a gradient: a common tensor, or that of a value or a parameter at its
+        owner.
+        """
         if type(tensor) not in PLACED:
-            return None
+            return tensor if tensor.requires_grad else None
         self.place_parameters([tensor])
         account = self.account_of(tensor)
         account.refresh()

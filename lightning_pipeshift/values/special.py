@@ -130,9 +130,10 @@ def _told(
     Args:
         microbatch: its step runs.
         tensors: whose gradients they are.
-        own: the gradients of those tensors that this stage owns, if there are any.
+        own: the gradients of those tensors that this stage has, if there are any.
     """
-    found: list[Tensor | None] = [None] * len(tensors)
+    # Those of common tensors are common.
+    found = [None if type(x) in PLACED else own[at] for at, x in enumerate(tensors)]
     owners = [microbatch.account_of(x).owner if type(x) in PLACED else -1 for x in tensors]
     for stage in sorted(set(owners) - {-1}):
         numbers = [at for at, owner in enumerate(owners) if owner == stage]

@@ -27,6 +27,7 @@ from lightning_pipeshift.values.gradients import (
     Graph,
     Way,
     gradient_from_later,
+    gradient_to_all,
     gradient_to_earlier,
 )
 from lightning_pipeshift.values.program import NotedProgram
@@ -70,6 +71,8 @@ class Transfers(NotedProgram):
         self._graphs: list[weakref.ref[Graph]] = []
         self._token: Tensor | None = None
         """What all chains of links begin with."""
+        self.entered: Graph | None = None
+        """That of the common tensors whose gradient the present call needs."""
         self.gradients_to_later: tuple[int, int, str] | None = None
         """The first stage that sends a gradient to a later stage, the last stage that receives such
         a gradient, and the operation or layer that uses the value there."""
@@ -139,7 +142,7 @@ class Transfers(NotedProgram):
             return None
         used = range(len(call.arguments.tensors)) if call.contract is None else call.contract.used
         tensors = [call.arguments.tensors[at] for at in used]
-        found: Graph | None = None
+        found = self.entered
         for tensor in (*tensors, *(x for _, x in call.parameters)):
             account = tensor.account if isinstance(tensor, Value) else self.accounts.get(tensor)
             if account is None or account.graph is None or not account.requires_grad:
@@ -300,12 +303,7 @@ class Transfers(NotedProgram):
         account.has_left = True
         account.memory.has_returned |= stage == account.owner
         serial = self._key(stage, Kind.GRADIENT).serial
-        if stage < last:
-            first, end, where = self.gradients_to_later or (last, stage, "")
-            if stage < first or last > end:
-                # Only then: to find the user's line takes time.
-                where = f"`{label}` ({user_line()})"
-            self.gradients_to_later = min(first, stage), max(end, last), where
+        self._note_gradient_to_later(stage, last, label)
         if account.graph is None:
             account.graph = self._new_graph()
         graph = account.graph.whole
@@ -313,12 +311,7 @@ class Transfers(NotedProgram):
         if self.stage not in (last, stage):
             return
         way = Way(self, stage, serial, self._place(label), last)
-        if graph.tokens:
-            token = graph.tokens.pop()
-        else:
-            if self._token is None:
-                self._token = torch.zeros((), device=self.core.device, requires_grad=True)
-            token = self._token
+        token = self._token_of(graph)
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
@@ -327,6 +320,50 @@ class Transfers(NotedProgram):
                 assert account.tensor is not None
                 token, account.link = gradient_to_earlier(token, account.tensor, way)
         graph.add(token, way, is_received=self.stage == last)
+
+    def _token_of(self, graph: Graph) -> Tensor:
+        """What a graph's next link begins with."""
+        if graph.tokens:
+            return graph.tokens.pop()
+        if self._token is None:
+            self._token = torch.zeros((), device=self.core.device, requires_grad=True)
+        return self._token
+
+    def enter(self, tensor: Tensor, stage: int, label: str) -> Tensor | None:
+        """Uses a common tensor with its gradient at one stage; each has the gradient then.
+
+        Args:
+            tensor: it may have a history, of common tensors.
+            stage: which uses it.
+            label: of what uses it.
+
+        Returns:
+            the tensor to use, at that stage.
+        """
+        key, place = self._key(stage, Kind.GRADIENT), self._place(label)
+        others = [at for at in range(self.mailbox.num_stages) if at != stage]
+        graph = self.entered = self.entered or self._new_graph()
+        graph.has_links = True
+        self._note_gradient_to_later(stage, max(others), label)
+        token, link = self._token_of(graph), None
+        with without_torch_function_of_subclasses():
+            if self.stage == stage:
+                ways = [Way(self, stage, key.serial, place, to) for to in others]
+                token, link = gradient_to_all(token, tensor, ways)
+                graph.add(token, ways[0], is_received=False)
+            else:
+                way = Way(self, stage, key.serial, place, self.stage)
+                graph.add(gradient_from_later(token, tensor, way), way, is_received=True)
+        return link
+
+    def _note_gradient_to_later(self, source: int, last: int, label: str) -> None:
+        if source >= last:
+            return
+        first, end, where = self.gradients_to_later or (last, source, "")
+        if source < first or last > end:
+            # Only then: to find the user's line takes time.
+            where = f"`{label}` ({user_line()})"
+        self.gradients_to_later = min(first, source), max(end, last), where
 
     def new_account(
         self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None

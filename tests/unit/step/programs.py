@@ -867,7 +867,8 @@ def _slope(make: _Maker) -> Iterator[Any]:
     """A gradient in the middle of the step, as for an adversarial example."""
     x, leaf, at = make.x(), make.new("x"), make.pick(*make.layer_numbers())
     yield f"{leaf} = {x}.detach().requires_grad_()"
-    slope = f"torch.autograd.grad(self.layers[{at}]({leaf}).pow(2).sum(), {leaf})[0]"
+    used = make.pick(leaf, f"{leaf} * 1.1")
+    slope = f"torch.autograd.grad(self.layers[{at}]({used}).pow(2).sum(), {leaf})[0]"
     yield make.assigned(f"{x} + 0.1 * {slope}.tanh()")
 
 

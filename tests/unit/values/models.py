@@ -380,6 +380,29 @@ class Retains(Model):
         return (loss + other).detach()
 
 
+class EntersWithHistory(Model):
+    """Tensors that every stage has, with a history, are used at several stages: each stage has
+    their gradient.
+    """
+
+    by_hand = True
+
+    def step(self, batch: Any, number: int) -> Any:
+        words, targets = batch
+        noise = torch.zeros(WIDTH, requires_grad=True)
+        for _ in range(2):
+            moved = noise + 0.01 * torch.arange(WIDTH)
+            x = self.blocks[2](self.embedding(words) + moved * 2) * moved
+            loss = self.loss(self.blocks[0](x + moved), targets) + noise.pow(2).sum()
+            (slope,) = torch.autograd.grad(loss, noise, retain_graph=True)
+            assert type(slope) is Tensor
+            (loss / MICROBATCHES).backward()
+            assert noise.grad is not None
+            self.noted.append((slope.tolist(), noise.grad.tolist()))
+            noise = (noise + 0.1 * noise.grad.sign()).detach().requires_grad_()
+        return loss.detach()
+
+
 class Differentiates(Model):
     """Gradients that no parameter gets: of a tensor and a value of the step, and of weights."""
 
@@ -580,6 +603,7 @@ MODELS: dict[str, type[Model]] = {
         Casts,
         ByHand,
         MadeWeights,
+        EntersWithHistory,
         Differentiates,
         Adversary,
         Retains,
@@ -766,10 +790,6 @@ def other_modes(model: Model, rank: int, words: Tensor) -> Tensor:
     with torch.set_grad_enabled(rank == 0):
         x = model.embedding(words)
     return model.blocks[3](x).sum()
-
-
-def with_history(model: Model, rank: int, words: Tensor) -> Tensor:
-    return (model.hidden(words) + 2 * torch.zeros(WIDTH, requires_grad=True)).sum()
 
 
 def into_history(model: Model, rank: int, words: Tensor) -> Tensor:

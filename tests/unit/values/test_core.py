@@ -37,7 +37,6 @@ from tests.unit.values.models import (
     shared_by_two,
     shared_with_others,
     stale,
-    with_history,
     written_after,
     written_after_its_last_use,
 )
@@ -131,7 +130,6 @@ def test_ranks_that_run_different_programs_are_told_both_lines(step: Callable[..
         (into_a_view, "Write into a tensor of its own"),
         (into_what_others_see, "Write into a tensor of its own"),
         (into_history, "Write into a tensor of its own"),
-        (with_history, "a tensor without history"),
         (stale, "operation that returns a new tensor"),
         (derivative, "inside of one layer"),
         (other_shape, "Write in place instead"),
