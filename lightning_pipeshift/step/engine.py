@@ -81,7 +81,7 @@ class SuspendableMicrobatch(Microbatch):
         self.level, self.used, self.changed = 0, set[str](), set[str]()
         self._tails, self._flight = tails, flight
         self._stalled_at = ""
-        self._waits_for_backwards = False
+        self._waits_for_backwards, self._may_suspend = False, True
         self._engine, self._outside = getcurrent(), outside
         self._greenlet = greenlet(partial(self._step_through, body))
         self._greenlet.gr_context = copy_context()
@@ -104,9 +104,18 @@ class SuspendableMicrobatch(Microbatch):
         """Runs the step up to its end or to its next wait."""
         self._greenlet.switch()
 
+    def read_number(self, value: torch.Tensor) -> Any:
+        """See :class:`Program`: what torch keeps for its thread there cannot be put aside."""
+        self._may_suspend = False
+        try:
+            return super().read_number(value)
+        finally:
+            self._may_suspend = True
+
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message; other microbatches run meanwhile."""
         is_in_step = getcurrent() is self._greenlet and not self.is_in_backward
+        is_in_step = is_in_step and self._may_suspend
         latest = self.stage if self.latest_wait is None else self.latest_wait[0].source
         if is_in_step and key.source > latest:
             self.latest_wait = key, place

@@ -141,6 +141,10 @@ class Microbatch(Calls):
 
         return self._call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
 
+    def read_number(self, value: Tensor) -> Any:
+        """See :class:`Program`."""
+        return self._read_by(Tensor.item, (value,), {})
+
     def _call(self, call: Call) -> Any:
         result = super()._call(call)
         if self.core.calls is not None:

@@ -49,7 +49,11 @@ class Program(Protocol):
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function of torch, one of whose arguments is a value or a parameter."""
 
+    def read_number(self, value: Tensor) -> Any:
+        """The only element of a value, where the step cannot be suspended."""
 
+
+_TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 _running: list[Program | None] = [None]
 # Where this stage computes.
 _device = [torch.device("cpu")]
@@ -180,6 +184,10 @@ class Value(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        program = _running[0]
+        if func is _TO_NUMBER and program is not None:
+            # Torch asks no subclass where a number is expected: `torch.arange(lengths.max())`.
+            return program.read_number(args[0])
         raise LayerError(
             f"`{func}` needs a value of a step where PipeShift does not see it: {_NO_STEP} Or"
             " compiled code, or an extension in C++, uses it: call that inside of a layer."

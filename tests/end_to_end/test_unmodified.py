@@ -237,6 +237,35 @@ class ReturnsAnObject(Habit):
         return self.last(self.third(result.hidden))
 
 
+class IgnoresOne(nn.Linear):
+    """Uses the first of its arguments only."""
+
+    def forward(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class PassesWhatIsNotUsed(Habit):
+    """As models of transformers do that hand all arguments on: here it is another stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = IgnoresOne(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(self.second(hidden, self.third(hidden)))
+
+
+class NumbersByTorch(Habit):
+    """Torch itself reads a number where it expects one, and asks no class of tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x))
+        count = (hidden.detach().mean() > 0).long() + 2
+        places = torch.arange(count, dtype=x.dtype) + torch.full((), hidden.detach().sum())
+        return self.last(self.third(hidden)) + 0.01 * places.mean()
+
+
 class CallsOneLayerAgain(Habit):
     """As ALBERT does, with dropout in it."""
 
@@ -641,6 +670,8 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         CustomFunctions,
         Reentrant,
         ReturnsAnObject,
+        PassesWhatIsNotUsed,
+        NumbersByTorch,
         CallsOneLayerAgain,
         TwoViews,
         FewLayers,
@@ -687,7 +718,8 @@ def train_all(num_stages: int, names: list[str]) -> dict[str, list[Trained | str
 
 
 def ways(name: str, num_stages: int) -> list[Pipelined]:
-    if num_stages == 1:
+    # Without a split the first microbatches are measured.
+    if num_stages == 1 or name == "PassesWhatIsNotUsed":
         return [Pipelined()]
     if num_stages == 2:
         return [Pipelined("uniform"), Pipelined("uniform", "gpipe")]
