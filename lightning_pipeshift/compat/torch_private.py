@@ -461,6 +461,9 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrget
 """A module's forward hooks by number. Torch's public functions only add and remove them."""
 
 
+TO_NUMBER: Final[Any] = torch.ops.aten._local_scalar_dense.default
+"""What torch runs for a tensor where it expects a number."""
+
 FORWARD_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 """The attributes of a module with its hooks, by number. Each call of the module gets them."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
+    TO_NUMBER,
     counted_writes,
     make_wrapper_subclass,
     without_torch_function_of_subclasses,
@@ -53,7 +54,6 @@ class Program(Protocol):
         """The only element of a value, where the step cannot be suspended."""
 
 
-_TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 _running: list[Program | None] = [None]
 # Where this stage computes.
 _device = [torch.device("cpu")]
@@ -185,7 +185,7 @@ class Value(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         program = _running[0]
-        if func is _TO_NUMBER and program is not None:
+        if func is TO_NUMBER and program is not None:
             # Torch asks no subclass where a number is expected: `torch.arange(lengths.max())`.
             return program.read_number(args[0])
         raise LayerError(
