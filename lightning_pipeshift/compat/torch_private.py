@@ -199,7 +199,8 @@ many forms. ``nn.Module.to`` parses them with this, too."""
 
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
-"""Reads the value of a tensor with one element: ``Tensor.item``."""
+"""Reads the value of a tensor with one element: for ``Tensor.item``, and where torch expects a
+number."""
 FOR_EACH: Final = "aten::_foreach_"
 """The beginning of the names of operations on lists of tensors, which optimizers use."""
 COPY_TO: Final = torch.ops.aten._to_copy.default
@@ -460,9 +461,6 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrget
 )
 """A module's forward hooks by number. Torch's public functions only add and remove them."""
 
-
-TO_NUMBER: Final[Any] = torch.ops.aten._local_scalar_dense.default
-"""What torch runs for a tensor where it expects a number."""
 
 FORWARD_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 """The attributes of a module with its hooks, by number. Each call of the module gets them."""

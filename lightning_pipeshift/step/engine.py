@@ -115,7 +115,7 @@ class SuspendableMicrobatch(Microbatch):
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message; other microbatches run meanwhile."""
         is_in_step = getcurrent() is self._greenlet and not self.is_in_backward
-        is_in_step = is_in_step and self._may_suspend
+        is_in_step &= self._may_suspend
         latest = self.stage if self.latest_wait is None else self.latest_wait[0].source
         if is_in_step and key.source > latest:
             self.latest_wait = key, place

@@ -97,6 +97,8 @@ class Graph:
         """The graph that this one is a part of by now."""
         graph = self
         while graph._into is not None:
+            # So that a long row of joined graphs is followed once only.
+            graph._into = graph._into._into or graph._into
             graph = graph._into
         return graph
 

@@ -46,8 +46,11 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Those of a module; of a ``ScriptModule``, whose table is no dictionary, a copy of it."""
-    table = buffers_of(module)
+    return _as_dict(buffers_of(module))
+
+
+def _as_dict(table: Any) -> dict[str, Any]:
+    """A table of a module; of a ``ScriptModule``, whose tables are no dictionaries, a copy."""
     return table if isinstance(table, dict) else dict(table.items())
 
 
@@ -72,10 +75,7 @@ class Attribute(NamedTuple):
 
     def get(self, layer: nn.Module) -> Any:
         """Its value; ``_Missing`` if there is none."""
-        table = self._table(layer)
-        # That of a `ScriptModule` is no dictionary.
-        table = table if isinstance(table, dict) else dict(table.items())
-        return table.get(self.name, _Missing.ATTRIBUTE)
+        return _as_dict(self._table(layer)).get(self.name, _Missing.ATTRIBUTE)
 
     def set(self, layer: nn.Module, value: Any) -> None:
         """Sets it, or removes it: code may ask for it with ``hasattr``."""
@@ -135,12 +135,12 @@ class Watch:
         names: list[str] = []
         values: list[Any] = []
         self._watched = tables, names, values
-        self._parameters: tuple[list[Any], list[str], list[Any]] = [], [], []
+        self._parameters: list[tuple[dict[str, Any], str]] = []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         for path, module in self._layer.named_modules():
-            buffers = _buffers_of(module)
+            buffers, parameters = _buffers_of(module), _as_dict(parameters_of(module))
             for table, is_buffer in ((module.__dict__, False), (buffers, True)):
                 own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
                 watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
@@ -154,11 +154,7 @@ class Watch:
                     self._marks[attribute] = mark_of(x)
                     if isinstance(x, Value):
                         self.values.add(attribute)
-            own_parameters = parameters_of(module)
-            if isinstance(own_parameters, dict):
-                for name, x in own_parameters.items():
-                    for each, part in zip(self._parameters, (own_parameters, name, x), strict=True):
-                        each.append(part)
+            self._parameters += ((parameters, name) for name in parameters)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
                 look = partial(_versions, buffers)
@@ -167,6 +163,7 @@ class Watch:
                     attribute = Attribute(path, name, True)
                     if self._is_watched(attribute):
                         self._marks[attribute] = id(buffers[name]), *look()
+        self._in_places = [table.get(name) for table, name in self._parameters]
         for x in seen.values():
             if isinstance(x, Tensor):
                 self._contents.append((partial(version_in, x), version_in(x)))
@@ -192,13 +189,10 @@ class Watch:
         return all(look() == before for look, before in self._contents)
 
     def are_parameters_replaced(self) -> bool:
-        """Whether others are in the places of parameters than when it last looked."""
-        tables, names, before = self._parameters
-        now = list(map(dict.get, tables, names))
-        if all(map(is_, now, before)):
-            return False
-        self._parameters = tables, names, now
-        return True
+        """Whether other tensors are in the places of parameters than when it looked last."""
+        before = self._in_places
+        self._in_places = [table.get(name) for table, name in self._parameters]
+        return not all(map(is_, self._in_places, before))
 
     def look(self) -> set[Attribute]:
         """Returns the attributes that have changed."""

@@ -408,6 +408,7 @@ class Microbatch(Calls):
         inputs: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         is_kept: bool,
+        is_more: bool,
     ) -> list[Tensor | None]:
         """The gradients of losses, where this stage has the inputs. Every rank calls this.
 
@@ -416,8 +417,9 @@ class Microbatch(Calls):
             inputs: likewise.
             gradients: of the losses; ``None`` for one.
             is_kept: whether another backward may follow.
+            is_more: whether gradients of the gradients, or several of each, are wanted.
         """
-        self._require_first_order("torch.autograd.grad", False, gradients)
+        self._require_first_order("torch.autograd.grad", is_more, gradients)
         self.note("grad", is_kept)
         wanted = {at: x for at, x in enumerate(map(self.here, inputs)) if x is not None}
         found: dict[int, Tensor] = {}
@@ -434,14 +436,14 @@ class Microbatch(Calls):
         return [found.get(at) for at in range(len(inputs))]
 
     def _require_first_order(
-        self, label: str, creates_graph: bool, gradients: Sequence[Tensor | None]
+        self, label: str, is_more: bool, gradients: Sequence[Tensor | None]
     ) -> None:
         has_values = any(isinstance(gradient, Value) for gradient in gradients)
-        if not self._is_alone and (creates_graph or has_values):
+        if not self._is_alone and (is_more or has_values):
             raise LayerError(
-                f"`{label}` ({user_line()}) with `create_graph`, or with a gradient that one stage"
-                " owns, is not supported across layers. Compute second derivatives inside of one"
-                " layer."
+                f"`{label}` ({user_line()}) with `create_graph`, `is_grads_batched`, or a gradient"
+                " that one stage owns is not supported across layers. Compute second derivatives"
+                " inside of one layer."
             )
 
     def here(self, tensor: Tensor) -> Tensor | None:
@@ -451,9 +453,13 @@ class Microbatch(Calls):
         if type(tensor) not in PLACED:
             return tensor if tensor.requires_grad else None
         self.place_parameters([tensor])
+        return self.owned(tensor) if self.account_of(tensor).requires_grad else None
+
+    def owned(self, tensor: Tensor) -> Tensor | None:
+        """The tensor of a value or a parameter, at its owner."""
         account = self.account_of(tensor)
         account.refresh()
-        return account.tensor if account.owner == self.stage and account.requires_grad else None
+        return account.tensor if account.owner == self.stage else None
 
     def _with_token(self, only: Any) -> Any:
         # Else a backward for some inputs would leave out what leads to other stages.

@@ -168,16 +168,13 @@ def _gradients(
         with run_by(None), without_torch_function_of_subclasses():
             alone: tuple[Tensor | None, ...] = torch.autograd.grad(*args)
             return alone
-    if create_graph or is_grads_batched:
-        raise LayerError(
-            f"`torch.autograd.grad` ({user_line()}) with `create_graph` or `is_grads_batched` is"
-            " not supported across layers. Compute second derivatives inside of one layer."
-        )
     losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if grad_outputs is None or isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs] * len(losses)
-    own = microbatch.gradients_of(losses, tensors, list(grad_outputs), bool(retain_graph))
+    own = microbatch.gradients_of(
+        losses, tensors, list(grad_outputs), bool(retain_graph), create_graph or is_grads_batched
+    )
     found = _told(microbatch, tensors, own)
     for at, tensor in enumerate(tensors):
         if found[at] is None and materialize_grads:
@@ -191,13 +188,6 @@ def _gradients(
     return tuple(found)
 
 
-def _owned(microbatch: Microbatch, tensor: Tensor) -> Tensor | None:
-    """The tensor of a value, at its owner."""
-    account = microbatch.account_of(tensor)
-    account.refresh()
-    return account.tensor if account.owner == microbatch.stage else None
-
-
 def _register_hook(microbatch: Microbatch, tensor: Tensor, hook: Callable[[Any], Any]) -> Any:
     """At the owner the whole gradient comes together; the hook runs there only."""
 
@@ -205,7 +195,7 @@ def _register_hook(microbatch: Microbatch, tensor: Tensor, hook: Callable[[Any],
         return None if gradient is None else hook(gradient)
 
     with without_torch_function_of_subclasses():
-        here = _owned(microbatch, tensor)
+        here = microbatch.owned(tensor)
         if here is None and tensor.requires_grad:
             return RemovableHandle(OrderedDict())
         return (tensor if here is None else here).register_hook(defined)
@@ -213,7 +203,7 @@ def _register_hook(microbatch: Microbatch, tensor: Tensor, hook: Callable[[Any],
 
 def _retain_gradient(microbatch: Microbatch, tensor: Tensor) -> None:
     with without_torch_function_of_subclasses():
-        here = _owned(microbatch, tensor)
+        here = microbatch.owned(tensor)
         (tensor if here is None else here).retain_grad()
 
 

@@ -70,7 +70,7 @@ class Transfers(NotedProgram):
         """The memory that `x.data = y` has given to parameters, and the user's lines."""
         self._graphs: list[weakref.ref[Graph]] = []
         self._token: Tensor | None = None
-        """What all chains of links begin with."""
+        """The leaf tensor at the beginning of each chain of links."""
         self.entered: Graph | None = None
         """That of the common tensors whose gradient the present call needs."""
         self.gradients_to_later: tuple[int, int, str] | None = None
@@ -122,7 +122,7 @@ class Transfers(NotedProgram):
     # --- graphs ---
 
     def graph_of(self, loss: Any) -> Graph | None:
-        """What a backward of a loss goes through; ``None`` if that is at no other stage."""
+        """Returns the graph of a loss; ``None`` if no gradient connects it with a value."""
         if type(loss) not in PLACED:
             return None
         graph = self.account_of(loss).graph
@@ -322,7 +322,7 @@ class Transfers(NotedProgram):
         graph.add(token, way, is_received=self.stage == last)
 
     def _token_of(self, graph: Graph) -> Tensor:
-        """What a graph's next link begins with."""
+        """Returns the token that the graph's next link takes as its input."""
         if graph.tokens:
             return graph.tokens.pop()
         if self._token is None:

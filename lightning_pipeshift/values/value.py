@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
-    TO_NUMBER,
+    READ_NUMBER,
     counted_writes,
     make_wrapper_subclass,
+    schema_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import TRAINABLE
@@ -185,7 +186,7 @@ class Value(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         program = _running[0]
-        if func is TO_NUMBER and program is not None:
+        if program is not None and schema_of(func).name == READ_NUMBER:
             # Torch asks no subclass where a number is expected: `torch.arange(lengths.max())`.
             return program.read_number(args[0])
         raise LayerError(

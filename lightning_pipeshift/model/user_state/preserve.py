@@ -205,7 +205,9 @@ def _refill(container: Any, items: list[Any]) -> None:
 
 
 def _restore_generator(value: Any) -> Callable[[], object] | None:
-    """What gives a generator of random numbers its present state; ``None`` for other values."""
+    """Returns a function that sets a random generator back to its present state; ``None`` if
+    ``value`` is no generator.
+    """
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
         return partial(setattr, bits, "state", bits.state)

@@ -52,7 +52,7 @@ def steps_of_cuts(num_cuts: int, most_moved: int) -> Places:
 
 
 class Reordering(NamedTuple):
-    """What a search needs to give the stages another order.
+    """The costs of the other orders of a virtual machine's stages.
 
     Args:
         turned: the workloads of all orders that begin with another device than the given one, and
