@@ -229,25 +229,20 @@ class Writing:
         data = self._temporary / self._data
         error: BaseException | None = None
         try:
+            # Another error than this one is of this rank alone. It is raised at once: the others
+            # are in the middle of torch's own exchange, and take part in no other.
             written = dcp.save(
                 self._tensors,
                 storage_writer=dcp.FileSystemWriter(data, sync_files=True),
                 process_group=self._group,
             )
-            if self._is_first:
-                places = {
-                    index.fqn: (place.relative_path, place.offset, place.length)
-                    for index, place in written.storage_data.items()
-                }
-                (data / INDEX).write_text(json.dumps(places))
-                atomic.flush(data / INDEX)
-                with (data / REST).open("wb") as file:
-                    torch.save(self._rest, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                atomic.publish(self._temporary, self._path, self._data)
-        except (Exception, dcp.CheckpointException) as found:
+        except dcp.CheckpointException as found:
             error = found
+        if error is None and self._is_first:
+            try:
+                self._publish(written)
+            except Exception as found:
+                error = found
         self._tensors, self._rest = {}, {}
         failed = [
             f"rank {rank}: {reason}"
@@ -262,6 +257,20 @@ class Writing:
                 f"{self._path} could not be written ({'; '.join(failed)})."
                 f" {atomic.advice(self._path)}"
             ) from error
+
+    def _publish(self, written: Any) -> None:
+        data = self._temporary / self._data
+        places = {
+            index.fqn: (place.relative_path, place.offset, place.length)
+            for index, place in written.storage_data.items()
+        }
+        (data / INDEX).write_text(json.dumps(places))
+        atomic.flush(data / INDEX)
+        with (data / REST).open("wb") as file:
+            torch.save(self._rest, file)
+            file.flush()
+            os.fsync(file.fileno())
+        atomic.publish(self._temporary, self._path, self._data)
 
 
 def _reason(error: BaseException | None) -> str | None:

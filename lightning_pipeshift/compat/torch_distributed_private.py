@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -51,26 +52,47 @@ def forget_all_groups() -> None:
 
 @contextmanager
 def default_group(group: Any) -> Iterator[None]:
-    """Context in which functions of ``torch.distributed`` that are given no group use this one, on
-    all threads.
+    """Context in which functions of ``torch.distributed`` that are given no group use this one: on
+    this thread, and on those of torch's own that run a backward. Other threads, which may save a
+    checkpoint meanwhile, still find the job's group: from it torch computes a rank's number in any
+    other group too.
     """
     world: Any = dist.distributed_c10d._world
-    before = world.default_pg
-    world.default_pg = group
-    _replaced.append(before)
-    # What `get_backend` asks.
-    world.pg_map[group] = world.pg_map[before]
-    try:
+    with ExitStack() as stack:
+        if not isinstance(world, _ByThread):
+            stack.callback(setattr, world, "__class__", type(world))
+            world.__class__ = type("World", (_ByThread, type(world)), {})
+        before = world.default_pg
+        stack.callback(setattr, world, "of_step", world.of_step)
+        world.of_step = threading.get_ident(), group
+        # What `get_backend` asks.
+        world.pg_map[group] = world.pg_map[before]
+        stack.callback(world.pg_map.pop, group)
         yield
-    finally:
-        del world.pg_map[group]
-        world.default_pg = _replaced.pop()
 
 
-_replaced: list[Any] = []
+class _ByThread:
+    """What torch knows of its process groups, with another default group in a step's threads."""
+
+    of_step: tuple[int, Any] | None = None
+
+    @property
+    def default_pg(self) -> Any:
+        job: Any = super().default_pg  # type: ignore[misc]
+        if self.of_step is None:
+            return job
+        ident, group = self.of_step
+        is_of_step = threading.get_ident() == ident or isinstance(
+            threading.current_thread(), threading._DummyThread
+        )
+        return group if is_of_step else job
+
+    @default_pg.setter
+    def default_pg(self, group: Any) -> None:
+        self._default_pg = group
 
 
 def num_collectives() -> int:
     """How many collectives this rank has begun on the job's default process group."""
-    group: Any = _replaced[0] if _replaced else dist.distributed_c10d._world.default_pg
+    group: Any = dist.distributed_c10d._world._default_pg
     return 0 if group is None else int(group._get_sequence_number_for_group())

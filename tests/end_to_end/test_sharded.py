@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
@@ -298,3 +299,21 @@ def test_a_rank_dies_while_a_folder_is_written_beside_the_training(
     complete = [path for path in (tmp_path / "kept").iterdir() if not path.name.startswith(".")]
     assert len(complete) == 1
     assert PipeShiftCheckpointIO().load_checkpoint(complete[0])["global_step"] > 0
+
+
+def failing_before_the_exchange(folder: Path) -> Any:
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("not of torch's exchange")
+        return original(*args, **kwargs)
+
+    original, dcp.save = dcp.save, save
+    args = (DROPOUT, True, None, str(folder / "kept"), 9, "32-true", ASYNCHRONOUS)
+    return on_rank(training, TWO_STAGES, args, {})
+
+
+def test_an_error_of_one_rank_alone_ends_the_others(tmp_path: Path) -> None:
+    """They waited for it in `torch.distributed.checkpoint`, and it for them in another exchange."""
+    outcomes = run_ranks(failing_before_the_exchange, 2, tmp_path, expect_failure=True)
+    assert [outcome.failed for outcome in outcomes] == [True, True]
+    assert all("ValueError: not of" in f"{each.output}{each}" for each in outcomes)

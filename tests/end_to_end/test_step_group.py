@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lightning.pytorch as L
@@ -170,3 +171,35 @@ def test_collectives_of_one_replica() -> None:
         assert len(found) == 8
         for name, difference in found.items():
             assert not difference.any(), name
+
+
+def found_by_a_thread() -> Any:
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+
+    def look() -> tuple[int, int, int, bool]:
+        world = dist.distributed_c10d.GroupMember.WORLD
+        return dist.get_rank(), dist.get_rank(group), dist.get_world_size(), world is job
+
+    job = dist.distributed_c10d.GroupMember.WORLD
+    with ThreadPoolExecutor() as pool, StepGroup(0, 1).in_force():
+        assert pool.submit(look).result() == (rank, rank, 2, True)
+        assert look() == (0, 0, 1, False)
+        with StepGroup(3, 5).in_force():
+            assert (dist.get_rank(), dist.get_world_size()) == (3, 5)
+            assert pool.submit(look).result() == (rank, rank, 2, True)
+        assert look() == (0, 0, 1, False)
+    assert look() == (rank, rank, 2, True)
+
+
+def found_in_a_group() -> None:
+    dist.init_process_group("gloo")
+    try:
+        found_by_a_thread()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_threads_find_the_job() -> None:
+    """A checkpoint that is written meanwhile by a thread had the rank of another one, and hung."""
+    run_ranks(found_in_a_group, 2)
