@@ -10,10 +10,12 @@ names it has, and those that these have.
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import os
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -38,6 +40,18 @@ _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__set
 }
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ABSENT = object()
+
+
+def _if_any(find: Callable[[], Any]) -> Callable[[], Any]:
+    def found() -> Any:
+        try:
+            return find()
+        except (OSError, RuntimeError):
+            return None
+
+    return found
+
+
 _SETTINGS: dict[str, Callable[[], Any]] = {
     "`os.environ`": lambda: dict(os.environ),
     "torch's default type": torch.get_default_dtype,
@@ -46,11 +60,23 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch's number of threads": torch.get_num_threads,
     "torch's anomaly mode": torch.is_anomaly_enabled,
     "NumPy's treatment of errors": np.geterr,
+    "Python's filters of warnings": lambda: (*warnings.filters, warnings.showwarning),
+    "`sys.stdout`": lambda: sys.stdout,
+    "`sys.stderr`": lambda: sys.stderr,
+    "the working directory": _if_any(os.getcwd),
+    "asyncio's event loop": _if_any(asyncio.get_running_loop),
 }
 # What a step sets of the Trainer that holds behind the batch only.
 _OF_THE_END = frozenset(["should_stop"])
 _PLAIN = (int, float, str, bytes, complex, type(None))
 Names = frozenset[str]
+
+
+def remedy(what: str) -> str:
+    """What to do in place of a change that :meth:`OutsideState.changed` has found."""
+    if what in _SETTINGS:
+        return "Read no value until it is set back"
+    return "Keep it in an attribute of the module"
 
 
 class OutsideState:

@@ -33,7 +33,12 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import FORWARD_HOOKS
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.step.outside_state import LIBRARIES, OutsideState, instructions_from
+from lightning_pipeshift.step.outside_state import (
+    LIBRARIES,
+    OutsideState,
+    instructions_from,
+    remedy,
+)
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard, makes_weights
 from lightning_pipeshift.values.layer_state import NO_STATE
@@ -243,13 +248,14 @@ class Tails:
             return
         what = self._outside.changed()
         if what:
+            advice = remedy(what)
             if part.is_ahead() or any(True for _ in part.followers()):
                 raise LayerError(
                     f"A step that reads values changes {what}, and uses it in front of the read"
                     " and behind it. No step has done so before, and the next microbatch's step has"
-                    " begun. Keep it in an attribute of the module, or change it in every step."
+                    f" begun. {advice}, or change it in every step."
                 )
-            self._hinder(f"changes {what}", "Keep it in an attribute of the module")
+            self._hinder(f"changes {what}", advice)
         elif self._outside.unseen:
             what = f"uses {self._outside.unseen}, where changes are not seen, on both sides"
             self._hinder(f"{what} of a read", "Keep it in an attribute of the module")

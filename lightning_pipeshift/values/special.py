@@ -142,7 +142,7 @@ def _told(
         for at, spec in zip(numbers, microbatch.tell(told, stage, "grad"), strict=True):
             if spec is None:
                 continue
-            account = microbatch.new_account(stage, False, own[at], Memory())
+            account = microbatch.new_account(stage, spec.requires_grad, own[at], Memory())
             with without_torch_function_of_subclasses():
                 microbatch.offer(account, is_changed_unseen=True)
             found[at] = microbatch.new_value(spec, account)
@@ -162,14 +162,15 @@ def _gradients(
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``: the gradients are values of the stages of the inputs."""
+    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if microbatch.mailbox.num_stages == 1:
         options = retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched
-        args = microbatch.plain((outputs, inputs, grad_outputs, *options, materialize_grads))
+        args = microbatch.plain((outputs, tensors, grad_outputs, *options, materialize_grads))
         with run_by(None), without_torch_function_of_subclasses():
-            alone: tuple[Tensor | None, ...] = torch.autograd.grad(*args)
-            return alone
+            alone = torch.autograd.grad(*args)
+        # Values here too: what draws random numbers for them draws those of several stages.
+        return tuple(_told(microbatch, tensors, alone))
     losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if grad_outputs is None or isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs] * len(losses)
     own = microbatch.gradients_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +56,13 @@ class Program(Protocol):
         """The only element of a value, where the step cannot be suspended."""
 
 
-_running: list[Program | None] = [None]
+class _Thread(threading.local):
+    """What one thread runs. Others, which send weights or save a checkpoint, run no step."""
+
+    program: Program | None = None
+
+
+_thread = _Thread()
 # Where this stage computes.
 _device = [torch.device("cpu")]
 _OF_DEVICE: Any = frozenset(
@@ -70,10 +77,10 @@ _OF_DEVICE: Any = frozenset(
 
 
 def running() -> Program | None:
-    """The microbatch whose step runs now; ``None`` inside of an owned layer or operation, and
-    outside of steps.
+    """The microbatch whose step runs now in this thread; ``None`` inside of an owned layer or
+    operation, and outside of steps.
     """
-    return _running[0]
+    return _thread.program
 
 
 class run_by:
@@ -87,11 +94,11 @@ class run_by:
         self._program = program
 
     def __enter__(self) -> None:
-        self._before = _running[0]
-        _running[0] = self._program
+        self._before = _thread.program
+        _thread.program = self._program
 
     def __exit__(self, *_: object) -> None:
-        _running[0] = self._before
+        _thread.program = self._before
 
 
 def set_program(program: Program | None, device: torch.device) -> None:
@@ -101,13 +108,13 @@ def set_program(program: Program | None, device: torch.device) -> None:
         program: ``None`` where no run is in progress.
         device: this stage's.
     """
-    _running[0], _device[0] = program, device
+    _thread.program, _device[0] = program, device
 
 
 _NO_STEP = (
     "inside of a layer that did not get it as an argument (but by `functional_call`, say), in"
-    " another thread, or after the step. Pass it to the layer as an argument, or keep"
-    " `value.item()`."
+    " another thread, or after the step. Pass it to the layer as an argument, use the step's own"
+    " thread, or keep `value.item()`."
 )
 
 
@@ -171,7 +178,7 @@ class Value(Tensor):
         if func in QUESTIONS:
             with without_torch_function_of_subclasses():
                 return func(*args, **(kwargs or {}))
-        program = _running[0]
+        program = _thread.program
         if program is None:
             if func is Tensor.to:
                 # When a run has failed, Lightning moves metrics to the CPU, and its error counts.
@@ -185,7 +192,7 @@ class Value(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        program = _running[0]
+        program = _thread.program
         if program is not None and schema_of(func).name == READ_NUMBER:
             # Torch asks no subclass where a number is expected: `torch.arange(lengths.max())`.
             return program.read_number(args[0])
@@ -207,7 +214,7 @@ class StepParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        program = _running[0]
+        program = _thread.program
         if program is None or func in QUESTIONS or func in OF_PARAMETERS:
             with without_torch_function_of_subclasses():
                 found = func(*args, **(kwargs or {}))
@@ -216,6 +223,15 @@ class StepParameter(nn.Parameter):
                     found = func(torch.empty(0, device=_device[0]))
                 return found
         return program.operation(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise LayerError(
+            f"`{func}` needs a parameter of another stage where PipeShift does not see it:"
+            f" {_NO_STEP}"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """For a copy of a module: a plain one, with the bytes where this stage has them."""
@@ -231,6 +247,7 @@ class StepBuffer(Tensor):
     """As :class:`StepParameter`, for the buffers of layers."""
 
     __torch_function__ = StepParameter.__torch_function__
+    __torch_dispatch__ = StepParameter.__torch_dispatch__  # type: ignore[assignment]
     __deepcopy__ = StepParameter.__deepcopy__
 
 
@@ -250,7 +267,7 @@ class SeenData:
         return DATA if tensor is None else DATA.__get__(tensor, cls)
 
     def __set__(self, tensor: Tensor, data: Tensor) -> None:
-        program = _running[0]
+        program = _thread.program
         if program is None and type(data) is Value:
             raise LayerError(f"`x.data = y` needs a value of a step where no step runs: {_NO_STEP}")
         if program is None or type(data) not in PLACED or type(tensor) in PLACED:

@@ -8,10 +8,15 @@ part of a step behind its read.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
 import itertools
 import os
 import random
+import tempfile
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -461,6 +466,73 @@ class CallsAgain(Reads):
         return super().behind(loss + extra, read)
 
 
+class WithinAContext(Reads):
+    """Reads within a context of something that a process or a thread has one of. Steps that are
+    suspended in it would find each other's.
+    """
+
+    runs_ahead = False
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words) * self.scale, targets)
+        self.within(loss)
+        return self.behind(loss, 0.0)
+
+    def within(self, loss: Tensor) -> None:
+        """Reads the loss, and notes what it finds."""
+        raise NotImplementedError
+
+
+class PrintsIntoText(WithinAContext):
+    """Its ``print`` is redirected."""
+
+    def within(self, loss: Tensor) -> None:
+        """See WithinAContext."""
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            print(f"{loss.item():.6f}")
+            print(f"{loss.item() * 2:.6f}")
+        self.noted.append(text.getvalue())
+
+
+class CatchesWarnings(WithinAContext):
+    """It catches warnings."""
+
+    def within(self, loss: Tensor) -> None:
+        """See WithinAContext."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                warnings.warn(f"the loss is {loss.item()}", stacklevel=1)
+        self.noted += [str(each.message) for each in caught]
+
+
+class InAFolder(WithinAContext):
+    """It works in another folder."""
+
+    def within(self, loss: Tensor) -> None:
+        """See WithinAContext."""
+        before = Path.cwd()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            loss.item()
+            self.noted.append(Path(folder).resolve() == Path.cwd())
+            os.chdir(before)
+
+
+class InAnEventLoop(WithinAContext):
+    """It is a coroutine."""
+
+    def within(self, loss: Tensor) -> None:
+        """See WithinAContext."""
+
+        async def read() -> float:
+            await asyncio.sleep(0)
+            return loss.item()
+
+        self.noted.append(asyncio.run(read()))
+
+
 MODELS = (
     Reads,
     Keeps,
@@ -475,6 +547,10 @@ MODELS = (
     *OUTSIDE,
     Looks,
     CallsAgain,
+    PrintsIntoText,
+    CatchesWarnings,
+    InAFolder,
+    InAnEventLoop,
 )
 
 
