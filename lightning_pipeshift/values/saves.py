@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.execution.code_bytes import CodeBytes
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of, map_leaves
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
+from lightning_pipeshift.model.parameters.gradients import call_before_backward
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
 from lightning_pipeshift.model.saved.hooks import are_alone
 from lightning_pipeshift.model.saved.layer import NamedLayer
@@ -25,7 +26,6 @@ from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
-from lightning_pipeshift.values.value import Value
 
 
 class Where:
@@ -39,12 +39,10 @@ class Where:
     def leave(self, name: str, results: Iterable[Any]) -> None:
         """Notes when a backward reaches the results of a layer."""
 
-        def enter(_: Any) -> None:
+        def enter() -> None:
             self.layer_under_way = name
 
-        for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:
-                result.grad_fn.register_prehook(enter)
+        call_before_backward(results, enter)
 
 
 @dataclass(eq=False)
@@ -107,11 +105,10 @@ class Saves:
             args: its arguments.
             kwargs: likewise.
         """
-        forward, args, kwargs = _without_unused(forward, args, kwargs)
         gate = self.gates[number]
         self.where.layer_under_way = gate.name
         if self._code is not None:
-            self._code.end(leaves_of((args, kwargs)))
+            self._code.end(tensors_here((args, kwargs)))
 
         # A model with hooks of its own handles saved tensors itself.
         if torch.is_grad_enabled() and are_alone():
@@ -195,28 +192,3 @@ class Saves:
         self._regions.clear()
         if self._observer is not None:
             self._observer.end()
-
-
-class _Unused:
-    """Stands for a value among the arguments of a layer that does not use it."""
-
-    # Without a `__dict__`: no object that a call may change.
-    __slots__ = ("value",)
-
-    def __init__(self, value: Value) -> None:
-        self.value = value
-
-
-def _without_unused(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call without the values that its layer does not use: they are tensors of other stages."""
-    if not any(type(x) is Value for x in leaves_of((args, kwargs))):
-        return forward, args, kwargs
-
-    def run(*given: Any, **named: Any) -> Any:
-        own_args, own_kwargs = map_leaves(
-            lambda x: x.value if type(x) is _Unused else x, (given, named)
-        )
-        return forward(*own_args, **own_kwargs)
-
-    hidden = map_leaves(lambda x: _Unused(x) if type(x) is Value else x, (args, kwargs))
-    return run, *hidden

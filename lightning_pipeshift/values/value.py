@@ -19,6 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.trees import WithoutMemory
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.functions import OF_PARAMETERS, QUESTIONS
 
@@ -129,7 +130,7 @@ class _Node:
         )
 
 
-class Value(Tensor):
+class Value(Tensor, WithoutMemory):
     """A tensor of the step that one stage owns. Every stage, the owner too, has this object in the
     tensor's place; :attr:`account` says where the tensor is.
 

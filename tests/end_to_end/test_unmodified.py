@@ -256,6 +256,30 @@ class PassesWhatIsNotUsed(Habit):
         return self.last(self.second(hidden, self.third(hidden)))
 
 
+class AppendsToAList(nn.Module):
+    """Returns the list that it was given, with one more tensor: torchvision's feature pyramids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features: list[Tensor]) -> list[Tensor]:
+        features.append(self.linear(features[-1]))
+        return features
+
+
+class CollectsFeatures(Habit):
+    """A layer returns values that it does not use, here another stage's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second: Any = AppendsToAList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(sum(self.second([hidden, self.third(hidden)]), torch.zeros(())))
+
+
 class NumbersByTorch(Habit):
     """Torch itself reads a number where it expects one, and asks no class of tensors."""
 
@@ -671,6 +695,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         Reentrant,
         ReturnsAnObject,
         PassesWhatIsNotUsed,
+        CollectsFeatures,
         NumbersByTorch,
         CallsOneLayerAgain,
         TwoViews,
@@ -719,7 +744,7 @@ def train_all(num_stages: int, names: list[str]) -> dict[str, list[Trained | str
 
 def ways(name: str, num_stages: int) -> list[Pipelined]:
     # Without a split the first microbatches are measured.
-    if num_stages == 1 or name == "PassesWhatIsNotUsed":
+    if num_stages == 1 or name in ("PassesWhatIsNotUsed", "CollectsFeatures"):
         return [Pipelined()]
     if num_stages == 2:
         return [Pipelined("uniform"), Pipelined("uniform", "gpipe")]

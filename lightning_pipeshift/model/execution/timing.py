@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
 from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.parameters.gradients import call_before_backward
 
 # Of each interval the latest samples are kept.
 _MOST_SAMPLES = 512
@@ -85,14 +85,12 @@ class Timer:
     def _time_backward(self, layer: int, results: Sequence[Any]) -> None:
         has_entered: list[bool] = []
 
-        def enter(_: Any) -> None:
+        def enter() -> None:
             if not has_entered:
                 has_entered.append(True)
                 self._entered.append((layer, self.now()))
 
-        for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:
-                result.grad_fn.register_prehook(enter)
+        call_before_backward(results, enter)
 
     def waits(self) -> None:
         """Called when a backward waits for another stage: up to the next layer, no time counts."""

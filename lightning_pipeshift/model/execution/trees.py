@@ -110,6 +110,21 @@ def leaves_of(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
+class WithoutMemory:
+    """What classes of tensors have as a base whose memory another stage has."""
+
+    __slots__ = ()
+
+
+def tensors_here(tree: Any) -> list[Tensor]:
+    """The tensors in a tree that have memory on this stage. A layer may get others, if it does not
+    use them.
+    """
+    return [
+        x for x in leaves_of(tree) if isinstance(x, Tensor) and not isinstance(x, WithoutMemory)
+    ]
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """An equal structure with ``function`` applied to every leaf."""
     leaves, rebuild = flatten(tree)

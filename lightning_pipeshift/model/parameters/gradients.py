@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,3 +47,17 @@ def is_alone(tensor: Tensor) -> bool:
 def added(total: Tensor, part: Tensor) -> Tensor:
     """The sum of two gradients; in the memory of the first one, if it is alone there."""
     return total.add_(part) if is_alone(total) else total + part
+
+
+def call_before_backward(results: Iterable[Any], function: Callable[[], None]) -> None:
+    """Calls a function whenever a backward reaches one of the tensors among a layer's results.
+
+    Args:
+        results: tensors, maybe among other objects. Values of other stages, which a layer has got
+            and returns without using them, have no node of autograd here.
+        function: without arguments.
+    """
+    for result in results:
+        node = result.grad_fn if isinstance(result, Tensor) else None
+        if isinstance(node, torch.autograd.graph.Node):
+            node.register_prehook(lambda _: function())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.devices.streams import synchronize
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable, bytes_of
@@ -55,18 +55,16 @@ class Observer:
         self, gate: NamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
     ) -> Iterator[Origins]:
         """Context of a layer's call, in which the maker of each tensor is recorded."""
-        self.of_inputs[gate.index] = bytes_of(
-            leaf
-            for leaf in leaves_of((args, kwargs))
-            if isinstance(leaf, Tensor) and not table.is_there_anyway(leaf)
-        )
+        given = tensors_here((args, kwargs))
+        self.of_inputs[gate.index] = bytes_of(x for x in given if not table.is_there_anyway(x))
         self.of_layers[gate.index] = [
             tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside
         ]
         with Origins(gate.layer, self._timed) as origins:
-            for leaf in leaves_of((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    origins.note(leaf, "input")
+            for tensor in given:
+                origins.note(tensor, "input")
+            # Here none of them is kept.
+            del given
             yield origins
         self.of_layers[gate.index] = origins.with_parts(self.of_layers[gate.index])
 

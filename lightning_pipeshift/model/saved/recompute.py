@@ -31,7 +31,13 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import address_of, flatten, is_object, layout_of
+from lightning_pipeshift.model.execution.trees import (
+    WithoutMemory,
+    address_of,
+    flatten,
+    is_object,
+    layout_of,
+)
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
@@ -187,7 +193,7 @@ class RecomputedRegion(LayerCall):
         """A leaf of the arguments, which may be moved and is watched for writes if it is a tensor,
         and whether it needs a gradient.
         """
-        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | WithoutMemory):
             return leaf, False
         saved = self._table.save(leaf, self.gate.index, GIVEN, frozenset())
         return saved, leaf.requires_grad

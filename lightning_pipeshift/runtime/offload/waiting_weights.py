@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.parameters.gradients import call_before_backward
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing
 from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_at
 from lightning_pipeshift.runtime.offload.weight_memory import Weight, may_wait
@@ -214,15 +215,8 @@ class WaitingWeights:
             index: the layer's.
             results: the tensors that it has computed, maybe among other objects.
         """
-        if index not in self._layers:
-            return
-
-        def reached(_: Any) -> None:
-            self.use(index)
-
-        for result in results:
-            if isinstance(result, Tensor) and result.grad_fn is not None:
-                result.grad_fn.register_prehook(reached)
+        if index in self._layers:
+            call_before_backward(results, partial(self.use, index))
 
     def use(self, index: int) -> None:
         """Returns when a layer's weights are on the device, and begins to prefetch those that were
