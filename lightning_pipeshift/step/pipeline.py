@@ -785,7 +785,7 @@ class Pipeline:
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
         assert self.holdings is not None
-        self.holdings.return_gradients_aside()
+        self.holdings.gradients.return_aside()
 
     # --- training: the step ---
 
@@ -799,7 +799,7 @@ class Pipeline:
         finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
         joins = sums is not None and given.accumulation.has_begun
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(report.correction, finish, joins)
+            self.holdings.gradients.collect(report.correction, finish, joins)
 
     def _finish_sums(
         self, sums: Aggregation, given: TrainingBatch, report: Report
@@ -807,7 +807,7 @@ class Pipeline:
         """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
         has_loss = report.loss is not None and bool(report.correction)
         assert self.holdings is not None
-        measure = self.holdings.measure_norms if self.needs_norms else None
+        measure = self.holdings.gradients.measure_norms if self.needs_norms else None
         groups = sums.finish(given.leaves_late and has_loss, measure)
         # Those of several batches are corrected before they are summed.
         correction = 1.0 if given.accumulation.has_begun else report.correction
@@ -1260,7 +1260,7 @@ class Pipeline:
         self.late_updates.finish()
         begin_gradients(True)
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.sum_shared()
+            self.holdings.gradients.sum_shared()
         return self._report(losses, given, *begun[0])
 
     def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
@@ -1302,8 +1302,8 @@ class Pipeline:
         adds = adds and given.accumulation.has_begun and self.replicas.count == 1
         stage = self.channels.stage
         with run_by(None):
-            holdings.set_gradients_aside(given.keeps_gradients, adds)
-            for use in holdings.shared if adds else ():
+            holdings.gradients.set_aside(given.keeps_gradients, adds)
+            for use in holdings.gradients.shared if adds else ():
                 # All stages that hold it have the sum: one goes on with it.
                 if core.parameter_owners.get(use.parameter, stage) != stage:
                     use.parameter.grad = None

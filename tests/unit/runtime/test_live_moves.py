@@ -23,7 +23,7 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.ownership import live_migration
+from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
@@ -85,7 +85,7 @@ class Lane:
     def __init__(self, network: Network, number: int, stage: int, seen: Seen) -> None:
         self._network, self._name, self._stage = network, f"a move, lane {number}", stage
         self._sent_to: set[int] = set()
-        self._acknowledged = seen.acknowledged if number == live_migration._ANSWERS else set()
+        self._acknowledged = seen.acknowledged if number == transfers._ANSWERS else set()
 
     def send_object(self, message: Any, to: int) -> None:
         self._sent_to.add(to)
@@ -101,8 +101,8 @@ class Lane:
         self.send_object(tensor.detach(), to)
         self.settle()
 
-    def receive_into(self, room: Tensor, source: int) -> None:
-        room.copy_(self.receive_object(source))
+    def receive_tensor(self, like: Tensor, source: int) -> Any:
+        return self.receive_object(source).clone()
 
     def send_values(self, values: Any, to: int) -> None:
         self.send_object(values, to)
@@ -352,13 +352,8 @@ def run(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
     network = Network(order)
     with monkeypatch.context() as patch:
         stand_in = SimpleNamespace(Condition=partial(Condition, order))
-        patch.setattr(live_migration, "threading", stand_in)
-        real = live_migration._Outgoing
-
-        def outgoing(first: int, moves: Any) -> Any:
-            return real(first, moves, messages=Queue(order))  # type: ignore[arg-type]
-
-        patch.setattr(live_migration, "_Outgoing", outgoing)
+        patch.setattr(transfers, "threading", stand_in)
+        patch.setattr(transfers, "SimpleQueue", partial(Queue, order))
         for stage in range(case.num_stages):
             one = OneStage(case, stage, order, network, seen)
             order.start(f"stage {stage}", one.train)

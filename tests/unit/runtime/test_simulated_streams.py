@@ -43,7 +43,7 @@ from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
-from lightning_pipeshift.runtime.ownership import migration
+from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
@@ -632,7 +632,7 @@ def move_a_layer(forgets: bool) -> Any:
     channels = Channels(ranks, by_host.stage, GPU, board.watched, groups)
     with pytest.MonkeyPatch.context() as patch:
         if forgets:
-            forget(patch, migration, "_mark", "wait")
+            forget(patch, transfers, "_mark", "wait")
         try:
             with SimulatedDevice():
                 return _moved(channels)
