@@ -23,7 +23,7 @@ from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
@@ -382,7 +382,6 @@ class AsynchronousPipeline(Pipeline):
             self._threads,
             earliest,
             self._minibatches.versions,
-            self._deferred,
             self._minibatches.newest_update,
         )
 

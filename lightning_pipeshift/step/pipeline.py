@@ -70,9 +70,9 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.offload.weight_memory import may_wait
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.ownership.plan_change import Changes
 from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
@@ -336,7 +336,7 @@ class Pipeline:
             self.holdings.obtain(self._deferred)
         self.holdings.match_shared()
         self.match_replicas(parameters_too=True)
-        self.holdings.settle(optimizers, True, self._deferred)
+        self.holdings.settle(optimizers, self._deferred)
         self._deferred.forget()
         if trains:
             self._follow_with_memory()
@@ -552,7 +552,7 @@ class Pipeline:
         now = self.replicas.topology.ranks[self.vm]
         stages = [now.index(rank) for rank in plan.ranks[self.vm]]
         stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
-        return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
+        return Migration(self.holdings, stage_of, optimizers, self._threads)
 
     def _put_in_force(self, plan: Plan) -> None:
         """Puts a plan in force, between two steps."""

@@ -157,9 +157,12 @@ class Holdings(OwnerTable):
         # Every stage has the attributes that a module's extra state is made of.
         return {path: x for path, x in state.items() if path[1] and (x is None or not is_common(x))}
 
-    def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: DeferredInit) -> None:
-        """Moves the tensors that this stage holds to its device; with ``final``, frees the
-        others.
+    def settle(self, optimizers: Iterable[Optimizer], deferred: DeferredInit | None = None) -> None:
+        """Moves the tensors that this stage holds to its device, and frees the others.
+
+        Args:
+            optimizers: their state is moved and freed, too.
+            deferred: has the values of tensors that have not been initialised, if there are any.
         """
         device = self.channels.device
         names = {id(use.parameter): use.name for use in self.uses}
@@ -169,17 +172,16 @@ class Holdings(OwnerTable):
                 if is_held:
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
-                elif final:
+                else:
                     self._release(tensor, names[id(tensor)])
-        if final:
-            set_owner_lookup(self.kept)
-            self.kept.let_go_of_copies()
-            for optimizer in optimizers:
-                for parameter in list(optimizer.state):
-                    if self.stage not in self.holders_of(parameter):
-                        del optimizer.state[parameter]
-                # State restored from a checkpoint, or made by the optimizer's constructor.
-                optimizer_to_device(optimizer, device, deferred, self.state_on_host)
+        set_owner_lookup(self.kept)
+        self.kept.let_go_of_copies()
+        for optimizer in optimizers:
+            for parameter in list(optimizer.state):
+                if self.stage not in self.holders_of(parameter):
+                    del optimizer.state[parameter]
+            # State restored from a checkpoint, or made by the optimizer's constructor.
+            optimizer_to_device(optimizer, device, deferred or DeferredInit(), self.state_on_host)
 
     def _release(self, tensor: Tensor, name: str) -> None:
         try:

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.devices.streams import keep_for_stream
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold, other_state
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.lane import Lane
@@ -53,7 +52,6 @@ class LiveMigration(Transfers):
         earliest: the first minibatch that may be the cut-over; the cut-over is the next one that
             begins an update.
         versions: the stage's weights.
-        deferred: see :meth:`Holdings.settle`.
         newest: returns how many updates are in the weights that another stage uses in the forward
             of a minibatch.
     """
@@ -66,11 +64,10 @@ class LiveMigration(Transfers):
         threads: Threads,
         earliest: int,
         versions: WeightVersions,
-        deferred: DeferredInit,
         newest: Callable[[int, int], int],
     ) -> None:
         device = holdings.channels.device
-        super().__init__(holdings, stage_of, optimizers, threads, deferred, device)
+        super().__init__(holdings, stage_of, optimizers, threads, device)
         self.earliest = earliest
         self.begin: int | None = None
         """The cut-over, when it is known."""
@@ -269,7 +266,7 @@ class LiveMigration(Transfers):
             work.result()
         self._is_placed = True
         self._holdings.place(self._stage_of)
-        self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
+        self._holdings.settle(self._optimizers)
         self._follow()
 
     def finish(self) -> None:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold
 from lightning_pipeshift.runtime.comm.lane import layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
@@ -58,7 +57,6 @@ class Migration(Transfers):
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
         threads: their threads wait for other stages.
-        deferred: see :meth:`Holdings.settle`.
     """
 
     def __init__(
@@ -67,11 +65,10 @@ class Migration(Transfers):
         stage_of: Sequence[int],
         optimizers: Sequence[Optimizer],
         threads: Threads,
-        deferred: DeferredInit,
     ) -> None:
         # Of the optimizer's state some may stay in host memory: see :meth:`Holdings.settle`.
         host = torch.device("cpu")
-        super().__init__(holdings, stage_of, optimizers, threads, deferred, host)
+        super().__init__(holdings, stage_of, optimizers, threads, host)
         stages = [(stage, stage_of[layer]) for layer, (_, stage) in enumerate(holdings.layers)]
         here = holdings.stage
         self.leaving = frozenset(
@@ -87,7 +84,6 @@ class Migration(Transfers):
                 incoming.memory[place] = self._buffer_like(parameter)
         self._awaited: dict[int, list[Transfer]] = {}
         """By layer that has not arrived, the transfers that it waits for."""
-        self._is_freed = False
 
     def _buffer_like(self, like: Tensor) -> Tensor:
         if self._device.type == "cpu" and like.is_contiguous():
@@ -223,19 +219,17 @@ class Migration(Transfers):
         with self._exposed():
             for work in self._work or ():
                 work.result()
-            if not self._is_freed:
-                self._free()
+            self._free()
 
     def _free(self) -> None:
         """Unpacks what has arrived, and frees what has moved away."""
-        self._is_freed = True
         for incoming in self._incoming:
             for place, parameter in incoming.parameters.items():
                 gradient = incoming.optimizer_state.pop((place, _GRADIENT, ""), None)
                 if gradient is not None:
                     self._holdings.gradients.put_aside(parameter, gradient.to(self._device))
             self._take_optimizer_state(incoming)
-        self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
+        self._holdings.settle(self._optimizers)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import Event, record_event, side_stream
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, take_other_state
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -170,7 +169,6 @@ class Transfers:
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
         threads: their threads send and receive.
-        deferred: see :meth:`Holdings.settle`.
         state_device: where the optimizer's state is to be when it has arrived.
     """
 
@@ -180,14 +178,12 @@ class Transfers:
         stage_of: Sequence[int],
         optimizers: Sequence[Optimizer],
         threads: Threads,
-        deferred: DeferredInit,
         state_device: torch.device,
     ) -> None:
         self._holdings = holdings
         self._stage_of = list(stage_of)
         self._optimizers = optimizers
         self._threads = threads
-        self._deferred = deferred
         self._device = holdings.channels.device
         self._state_device = state_device
         self.exposed_seconds = 0.0

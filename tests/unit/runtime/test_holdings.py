@@ -40,7 +40,7 @@ def make(settled: bool = True, has_devices: bool = False) -> tuple[Net, Holdings
     layers = [net.a, net.lstm, net.norm, net.c]
     holdings = Holdings(net, parameter_uses(net, layers), layers, STAGE_OF, channels)
     if settled:
-        holdings.settle([], final=True, deferred=DeferredInit())
+        holdings.settle([])
     return net, holdings, channels.stage
 
 
@@ -70,9 +70,8 @@ def optimizer_state() -> list[str]:
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    holdings.settle([optimizer], final=False, deferred=DeferredInit())
     assert len(optimizer.state) == len(list(net.parameters()))
-    holdings.settle([optimizer], final=True, deferred=DeferredInit())
+    holdings.settle([optimizer])
     return [name for name, parameter in net.named_parameters() if parameter in optimizer.state]
 
 

@@ -19,13 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.ownership import transfers
+from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.minibatches import Minibatches
@@ -123,7 +122,7 @@ class FreesByNan(Holdings):
 
     acknowledged: set[tuple[int, int]] | None = None
 
-    def settle(self, optimizers: Any, final: bool, deferred: Any) -> None:
+    def settle(self, optimizers: Any, deferred: Any = None) -> None:
         held = {id(use.parameter) for use in self.held}
         if self.acknowledged is not None:
             freed = [
@@ -181,7 +180,7 @@ class OneStage:
         layers = list(root.layers)
         uses = parameter_uses(root, layers)
         self.holdings = FreesByNan(root, uses, layers, list(case.stage_of), channels)
-        self.holdings.settle([self.optimizer], final=True, deferred=None)
+        self.holdings.settle([self.optimizer])
         self.holdings.acknowledged = seen.acknowledged
         self.versions = WeightVersions(delays=case.delays)
         self.versions.follow(use.parameter for use in self.holdings.held)
@@ -205,7 +204,6 @@ class OneStage:
             threads,
             earliest,
             self.versions,
-            DeferredInit(),
             self.minibatches.newest_update,
         )
 
