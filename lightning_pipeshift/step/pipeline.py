@@ -784,8 +784,6 @@ class Pipeline:
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
-        assert self.holdings is not None
-        self.holdings.gradients.return_aside()
 
     # --- training: the step ---
 

@@ -62,14 +62,6 @@ class HeldGradients:
         """The parameters held here whose gradients stages add up."""
         return [use for use in self._table.held if use.is_shared and self.sums_shared]
 
-    def put_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Saves a parameter's gradient from before the step, if it arrives during the step."""
-        self._aside.append((parameter, gradient))
-
-    def return_aside(self) -> None:
-        """Gives parameters the gradients of :meth:`put_aside`, before the step begins."""
-        _give(self._aside)
-
     def set_aside(self, keep: bool, adds: bool = False) -> None:
         """Saves the present gradients, so that the step's own start empty.
 

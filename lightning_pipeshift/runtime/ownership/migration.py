@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold
+from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, give_gradient, hold
 from lightning_pipeshift.runtime.comm.lane import layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -219,17 +219,13 @@ class Migration(Transfers):
         with self._exposed():
             for work in self._work or ():
                 work.result()
-            self._free()
-
-    def _free(self) -> None:
-        """Unpacks what has arrived, and frees what has moved away."""
-        for incoming in self._incoming:
-            for place, parameter in incoming.parameters.items():
-                gradient = incoming.optimizer_state.pop((place, _GRADIENT, ""), None)
-                if gradient is not None:
-                    self._holdings.gradients.put_aside(parameter, gradient.to(self._device))
-            self._take_optimizer_state(incoming)
-        self._holdings.settle(self._optimizers)
+            for incoming in self._incoming:
+                for place, parameter in incoming.parameters.items():
+                    gradient = incoming.optimizer_state.pop((place, _GRADIENT, ""), None)
+                    if gradient is not None:
+                        give_gradient(parameter, gradient.to(self._device))
+                self._take_optimizer_state(incoming)
+            self._holdings.settle(self._optimizers)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

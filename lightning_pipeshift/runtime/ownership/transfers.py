@@ -65,7 +65,7 @@ class Message(NamedTuple):
     values: Mapping[Any, Any] | None = None
 
 
-class Move(NamedTuple):
+class MovedTensor(NamedTuple):
     """A parameter, or a layer's other state, that changes its stage.
 
     Args:
@@ -86,7 +86,7 @@ class Transfer:
             the same on both stages.
     """
 
-    def __init__(self, peer: int, moves: list[Move]) -> None:
+    def __init__(self, peer: int, moves: list[MovedTensor]) -> None:
         self.peer = peer
         self.moves = moves
         self.parameters = {
@@ -141,7 +141,7 @@ def transfers_of(
         stage_of: the new stage of each layer.
     """
     uses, here = holdings.uses, holdings.stage
-    found: list[tuple[int, int, int, int, Move]] = []
+    found: list[tuple[int, int, int, int, MovedTensor]] = []
     places = zip(holdings.all_holders(), holdings.all_holders(stage_of), strict=True)
     for number, ((source, *others), new) in enumerate(places):
         parameter = uses[number].parameter if number < len(uses) else None
@@ -151,8 +151,8 @@ def transfers_of(
             layers = [number - len(uses)]
             if parameter is not None:
                 layers = [layer for layer in uses[number].layers if stage_of[layer] == to]
-            found.append((min(layers), number, source, to, Move(layers, parameter)))
-    moves: dict[tuple[int, int], list[Move]] = {}
+            found.append((min(layers), number, source, to, MovedTensor(layers, parameter)))
+    moves: dict[tuple[int, int], list[MovedTensor]] = {}
     for _, _, source, to, move in sorted(found, key=itemgetter(0, 1)):
         moves.setdefault((source, to), []).append(move)
     return (
