@@ -149,11 +149,11 @@ class Migration(Transfers):
                 for place, parameter in incoming.parameters.items():
                     hold(parameter, incoming.memory[place])
                     parameter.grad = None
-                for layer in incoming.layers if is_common is not None else ():
-                    for buffer in self._holdings.layers[layer][0].buffers():
-                        # Before the step: in it they have another class.
-                        if buffer.is_meta and not (is_common and is_common(buffer)):
-                            hold(buffer, self._buffer_like(buffer))
+                modules = [self._holdings.layers[layer][0] for layer in incoming.layers]
+                for buffer in [buffer for module in modules for buffer in module.buffers()]:
+                    # Before the step: in it they have another class.
+                    if is_common is not None and buffer.is_meta and not is_common(buffer):
+                        hold(buffer, self._buffer_like(buffer))
                 for layer in {layer for move in incoming.moves for layer in move.layers}:
                     self._awaited.setdefault(layer, []).append(incoming)
 
