@@ -770,4 +770,4 @@ def test_the_old_owner_lets_go_when_the_new_one_has_said_that_it_has_everything(
     require_order(old, *messages[:13], "message 13 begins", "message 13 ends", "settle 0 begins")
     require_order(new, *messages, "settle 0 begins")
     for moments in (old, new):
-        assert "message 16 begins" not in moments, "the points are what they are said to be"
+        assert "message 14 begins" not in moments, "the points are what they are said to be"
