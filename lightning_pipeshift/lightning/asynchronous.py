@@ -266,13 +266,13 @@ class AsynchronousTraining(TrainingSteps):
         trainer, holdings, loss = self._trainer, self.holdings, one.report.loss
         module, precision = trainer.lightning_module, trainer.precision_plugin
         if loss is None:
-            holdings.hand_gradients_over()
+            holdings.gradients.hand_over()
         else:
             loss = precision.pre_backward(to_device(loss, self._pipeline.channels.device), module)
-            holdings.hand_gradients_over()
+            holdings.gradients.hand_over()
             precision.post_backward(loss, module)
         if not one.minibatch.ends_update:
-            holdings.withdraw_gradients()
+            holdings.gradients.withdraw()
             return
         with (
             self._pipeline.updating(one.minibatch),
@@ -281,7 +281,7 @@ class AsynchronousTraining(TrainingSteps):
             in_flight = self._pipeline.minibatches_in_flight
             waiting = [minibatch.tag.options for minibatch in in_flight]
             step_with(trainer, one.minibatch.tag.options, counting=waiting)
-        holdings.drop_gradients()
+        holdings.gradients.drop()
 
     def _make_up_for(self, late: LateUpdate) -> None:
         """Makes an update of layers that have moved here, or of shared parameters."""

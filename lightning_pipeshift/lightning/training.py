@@ -157,7 +157,7 @@ class TrainingSteps:
         else:
             check_backward(trainer.lightning_module)
             if pipeline.holdings is not None:
-                check_known(trainer.optimizers, pipeline.root, pipeline.holdings.is_known)
+                check_known(trainer.optimizers, pipeline.root, pipeline.holdings.knows)
             result = self._pipelined(self._given(batch, step, number))
         if not self._num_steps:
             self._show_stages()
@@ -358,9 +358,9 @@ class TrainingSteps:
                 return plain()
         module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
         loss = precision.pre_backward(loss, module)
-        self.holdings.hand_gradients_over()
+        self.holdings.gradients.hand_over()
         # Code in `optimizer_step` may read them, until the optimizer does.
-        self.holdings.show_gradients()
+        self.holdings.gradients.show()
         return precision.post_backward(loss, module)
 
     def optimizer_step(
@@ -383,7 +383,7 @@ class TrainingSteps:
         def then_hidden() -> Any:
             result = closure()
             if self._pipeline.holdings is not None:
-                self._pipeline.holdings.hide_gradients()
+                self._pipeline.holdings.gradients.hide()
             return result
 
         with self._around_step_hooks(optimizer):
@@ -418,14 +418,14 @@ class TrainingSteps:
         """
         if not has_step_hooks(optimizer) or self._pipeline.holdings is None:
             return nullcontext()
-        return called_before_post_hooks(optimizer, self._pipeline.holdings.show_gradients)
+        return called_before_post_hooks(optimizer, self._pipeline.holdings.gradients.show)
 
     def end_optimizer_step(self) -> None:
         """Called when the optimizer has stepped: hooks may read gradients until they are zeroed."""
         pipeline = self._pipeline
         # There are none if the optimizer did not call the step; Lightning raises an error for that.
         if pipeline.holdings is not None:
-            pipeline.holdings.show_gradients()
+            pipeline.holdings.gradients.show()
         if pipeline.late_updates.is_pending:
             (optimizer,) = self._trainer.optimizers
             tag = _Tag(options_of(optimizer), torch.get_default_dtype())
@@ -439,12 +439,12 @@ class TrainingSteps:
         with (
             run_by(None),
             outside_of_steps(late.tag.dtype, self._pipeline.channels.device),
-            self.holdings.only_gradients(late.gradients, keeps_gradients),
+            self.holdings.gradients.only(late.gradients, keeps_gradients),
         ):
             step_with(self._trainer, late.tag.options)
         if keeps_gradients:
             with run_by(None):
-                self.holdings.show_gradients()
+                self.holdings.gradients.show()
 
     def gradient_hooks(self) -> AbstractContextManager[None]:
         """Context of user code that may read and change gradients: as values, like in a step."""
@@ -464,12 +464,12 @@ class TrainingSteps:
         if program.sets_gradients or any(map(_is_written, (program.gradients or {}).values())):
             # Only the first stage that holds a tied parameter has changed its gradient.
             with run_by(None):
-                self.holdings.pass_shared_around()
+                self.holdings.gradients.pass_shared_around()
         program.gradients = None
 
     def _own_gradients(self) -> AbstractContextManager[None]:
         """Context of user code that may read the gradients of this stage's own layers."""
-        return self.holdings.stand_ins() if self._are_gradients_used else nullcontext()
+        return self.holdings.gradients.stand_ins() if self._are_gradients_used else nullcontext()
 
     @property
     def _are_gradients_used(self) -> bool:
@@ -482,7 +482,7 @@ class TrainingSteps:
     def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """The norm of each parameter's gradient, over all stages."""
         with run_by(None):
-            return self.holdings.gradient_norms(parameters, norm_type)
+            return self.holdings.gradients.norms(parameters, norm_type)
 
     def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
         """The norm of each gradient over all stages, by the parameter's name; see
@@ -490,7 +490,7 @@ class TrainingSteps:
         """
         holdings = self.holdings
         norms = self.norms_of([use.parameter for use in holdings.uses], norm_type)
-        there = holdings.have_gradients()
+        there = holdings.gradients.are_there()
         return {
             use.name: norm.float()
             for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)

@@ -23,7 +23,7 @@ from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
@@ -382,7 +382,6 @@ class AsynchronousPipeline(Pipeline):
             self._threads,
             earliest,
             self._minibatches.versions,
-            self._deferred,
             self._minibatches.newest_update,
         )
 
@@ -414,7 +413,7 @@ class AsynchronousPipeline(Pipeline):
             for placement in (self.plan.placement, plan.placement)
         )
         moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
-        copied = self.holdings.copied_layers if moving else {}
+        copied = self.holdings.kept.copied_layers if moving else {}
         for layer in (layer % plan.placement.num_layers for layer in moving):
             if layer in copied:
                 raise PlanError(
@@ -462,8 +461,8 @@ class AsynchronousPipeline(Pipeline):
 
     def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
         assert self.holdings is not None
-        self.holdings.return_gradients()
-        self.holdings.set_gradients_aside(keep=not minibatch.begins_update)
+        self.holdings.gradients.give_back()
+        self.holdings.gradients.set_aside(keep=not minibatch.begins_update)
 
     def _finish(self, minibatch: Minibatch) -> Finished:
         assert self.holdings is not None
@@ -472,7 +471,7 @@ class AsynchronousPipeline(Pipeline):
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(
+            self.holdings.gradients.collect(
                 report.correction,
                 partial(_finish_all, sums) if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
@@ -553,7 +552,7 @@ class AsynchronousPipeline(Pipeline):
         assert core is not None
         assert holdings is not None
         # The core sums their gradients.
-        holdings.sums_shared, holdings.shared = False, []
+        holdings.gradients.sums_shared = False
         self._place_shared()
 
     def _place_shared(self) -> None:

@@ -70,9 +70,9 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.offload.weight_memory import may_wait
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.ownership.plan_change import Changes
 from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
@@ -336,7 +336,7 @@ class Pipeline:
             self.holdings.obtain(self._deferred)
         self.holdings.match_shared()
         self.match_replicas(parameters_too=True)
-        self.holdings.settle(optimizers, True, self._deferred)
+        self.holdings.settle(optimizers, self._deferred)
         self._deferred.forget()
         if trains:
             self._follow_with_memory()
@@ -552,7 +552,7 @@ class Pipeline:
         now = self.replicas.topology.ranks[self.vm]
         stages = [now.index(rank) for rank in plan.ranks[self.vm]]
         stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
-        return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
+        return Migration(self.holdings, stage_of, optimizers, self._threads)
 
     def _put_in_force(self, plan: Plan) -> None:
         """Puts a plan in force, between two steps."""
@@ -784,8 +784,6 @@ class Pipeline:
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
-        assert self.holdings is not None
-        self.holdings.return_gradients_aside()
 
     # --- training: the step ---
 
@@ -799,7 +797,7 @@ class Pipeline:
         finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
         joins = sums is not None and given.accumulation.has_begun
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(report.correction, finish, joins)
+            self.holdings.gradients.collect(report.correction, finish, joins)
 
     def _finish_sums(
         self, sums: Aggregation, given: TrainingBatch, report: Report
@@ -807,7 +805,7 @@ class Pipeline:
         """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
         has_loss = report.loss is not None and bool(report.correction)
         assert self.holdings is not None
-        measure = self.holdings.measure_norms if self.needs_norms else None
+        measure = self.holdings.gradients.measure_norms if self.needs_norms else None
         groups = sums.finish(given.leaves_late and has_loss, measure)
         # Those of several batches are corrected before they are summed.
         correction = 1.0 if given.accumulation.has_begun else report.correction
@@ -1260,7 +1258,7 @@ class Pipeline:
         self.late_updates.finish()
         begin_gradients(True)
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.sum_shared()
+            self.holdings.gradients.sum_shared()
         return self._report(losses, given, *begun[0])
 
     def _saves(self, number: int, batch: Any, is_first: bool) -> Saves | None:
@@ -1302,8 +1300,8 @@ class Pipeline:
         adds = adds and given.accumulation.has_begun and self.replicas.count == 1
         stage = self.channels.stage
         with run_by(None):
-            holdings.set_gradients_aside(given.keeps_gradients, adds)
-            for use in holdings.shared if adds else ():
+            holdings.gradients.set_aside(given.keeps_gradients, adds)
+            for use in holdings.gradients.shared if adds else ():
                 # All stages that hold it have the sum: one goes on with it.
                 if core.parameter_owners.get(use.parameter, stage) != stage:
                     use.parameter.grad = None

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration, _Kind
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.transfers import MessageKind
 
 
 class Moment(enum.Enum):
@@ -86,7 +87,7 @@ def watch_moves(reach: Callable[[Moment], None]) -> None:
         if under_way.has_values:
             # The names of the values.
             under_way.has_values = False
-            under_way.is_over = under_way.kind is _Kind.LAST_WEIGHTS
+            under_way.is_over = under_way.kind is MessageKind.LAST
         elif not under_way.is_over:
             # Who sends a message gives it as an argument, who gets it has it as a result.
             under_way.kind, *_ = told if told is not None else args[0]
@@ -94,16 +95,16 @@ def watch_moves(reach: Callable[[Moment], None]) -> None:
 
     def carry(inner: Any, self: Lane, *args: Any) -> Any:
         kind = getattr(under_way, "kind", None)
-        if kind is _Kind.WEIGHTS:
+        if kind is MessageKind.WEIGHTS:
             reach(Moment.WEIGHTS)
-        elif kind is _Kind.LAST_WEIGHTS:
+        elif kind is MessageKind.LAST:
             reach(Moment.LAST_WEIGHTS)
         return inner(self, *args)
 
     def values(inner: Any, self: Lane, *args: Any) -> Any:
         if hasattr(under_way, "kind"):
             under_way.has_values = True
-            if under_way.kind is _Kind.LAST_WEIGHTS:
+            if under_way.kind is MessageKind.LAST:
                 reach(Moment.STATE)
         return inner(self, *args)
 

@@ -30,7 +30,7 @@ from lightning_pipeshift import MemoryCompression, SwapAll
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
-from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_virtual_machines import loader
 from tests.features_models import built, differences, on_rank, plain, quiet_trainer
@@ -631,16 +631,16 @@ def clipped(how: Mapping[str, Any]) -> list[tuple[Any, int]]:
     for callbacks in ([], [Doubles()]):
         for measures in (True, False):
             num_measured = 0
-            measure = Holdings.measure_norms
+            measure = HeldGradients.measure_norms
 
-            def counting(self: Holdings, places: Any, parameters: Any) -> None:
+            def counting(self: HeldGradients, places: Any, parameters: Any) -> None:
                 nonlocal num_measured
                 if measures:  # noqa: B023
                     num_measured += len(places)
                     measure(self, places, parameters)  # noqa: B023
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Holdings, "measure_norms", counting)
+                patch.setattr(HeldGradients, "measure_norms", counting)
                 torch.manual_seed(3)
                 module = built(SequentialMLP)
                 trainer = quiet_trainer(

@@ -35,8 +35,10 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm import channels, lane
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.waits import complete
+from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
+from lightning_pipeshift.runtime.ownership.migration import _FINAL, Migration
+from lightning_pipeshift.runtime.ownership.transfers import MessageKind
 from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.cases import some
@@ -65,7 +67,7 @@ _CALLS: list[tuple[Any, str, str]] = [
     (torch.autograd, "backward", "backward"),
     (Migration, "finish", "finish"),
     (Holdings, "settle", "settle"),
-    (Holdings, "collect_gradients", "collect"),
+    (HeldGradients, "collect", "collect"),
     (L.LightningModule, "on_train_batch_end", "batch end"),
 ]
 
@@ -73,6 +75,11 @@ _CALLS: list[tuple[Any, str, str]] = [
 # Of no message.
 _NEVER_SENT = 1 << 30
 _OTHER_TAGS = {lane._FIRST_TAG + 2 * channels._SHARED}
+
+
+def is_of_final_weights(message: Any) -> bool:
+    """Whether it is the first part of a message with weights that do not change any more."""
+    return isinstance(message, tuple) and message[:2] == (MessageKind.WEIGHTS, _FINAL)
 
 
 def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> None:
@@ -119,7 +126,7 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 raise
             if moment == "early message 3":
                 all_early.set()
-            if _Message.SETTLED in (result, *args[:1]):
+            if any(map(is_of_final_weights, (result, *args[:1]))):
                 is_settled = True
             if after is not None:
                 after(moment)
@@ -135,10 +142,10 @@ class Point(enum.Enum):
     """Points of a move of one block, in front of a call.
 
     Early go its weight and its bias, each behind a message that says so. Then the new owners own:
-    one more early message says that. One message each says that what was sent still holds, and one
-    has what it keeps besides (nothing). Then comes the state of the weight, and that of the bias,
-    in five messages each: what comes, the optimizer's step, and three averages. One message each
-    has their gradients (none). Back goes the receipt.
+    one more early message says that the weight that was sent still holds, and one message that the
+    bias does. Two say what comes then, and have what it keeps besides (nothing). Two say that the
+    optimizer's state comes last, and what it has: for the weight and the bias the optimizer's step
+    and three averages, in a message each. Back goes the receipt.
     """
 
     BEFORE_ANYTHING_IS_SENT = "early message 0"
@@ -146,7 +153,7 @@ class Point(enum.Enum):
     BEFORE_IT_IS_SETTLED = "early message 4"
     BEFORE_THE_STATE = "message 3"
     IN_THE_STATE = "message 6"
-    AT_THE_RECEIPT = "message 15"
+    AT_THE_RECEIPT = "message 13"
     BEFORE_IT_BEGINS = "begin 0"
     BEFORE_ANYBODY_OWNS = "cut 0"
     IN_A_FORWARD = "forward 1"
@@ -721,7 +728,7 @@ def test_the_step_does_not_wait_for_the_optimizers_state(undisturbed: Undisturbe
     hold = Hold(way.old, Point.BEFORE_THE_STATE.value, LAST_BACKWARD, way.old)
     old, new, third = held_up(way, hold, undisturbed)
     require_order(old, "message 3 begins", LAST_BACKWARD, "message 3 ends", "settle 0 begins")
-    require_order(new, LAST_BACKWARD, "message 3 ends", "message 15 ends", "collect 0 begins")
+    require_order(new, LAST_BACKWARD, "message 3 ends", "message 13 ends", "collect 0 begins")
     assert LAST_BACKWARD in third
 
 
@@ -759,8 +766,8 @@ def test_the_old_owner_lets_go_when_the_new_one_has_said_that_it_has_everything(
     way = WAYS["0 to 1"]
     hold = Hold(way.new, Point.AT_THE_RECEIPT.value, "finish 0 begins", way.old)
     old, new, _ = held_up(way, hold, undisturbed)
-    messages = [f"message {number} ends" for number in range(16)]
-    require_order(old, *messages[:15], "message 15 begins", "message 15 ends", "settle 0 begins")
+    messages = [f"message {number} ends" for number in range(14)]
+    require_order(old, *messages[:13], "message 13 begins", "message 13 ends", "settle 0 begins")
     require_order(new, *messages, "settle 0 begins")
     for moments in (old, new):
-        assert "message 16 begins" not in moments, "the points are what they are said to be"
+        assert "message 14 begins" not in moments, "the points are what they are said to be"

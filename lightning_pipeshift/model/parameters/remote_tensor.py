@@ -56,8 +56,9 @@ _OWN_ATTRIBUTES = frozenset({"_home", PARAMETER_MARK})
 class OwnerLookup(Protocol):
     """Finds the stages that hold tensors, during a run."""
 
-    device: torch.device
-    """The device of this stage."""
+    @property
+    def device(self) -> torch.device:
+        """The device of this stage."""
 
     def stages_of(self, names: Collection[str]) -> set[int]:
         """The stages that hold all of these parameters and buffers."""

@@ -8,7 +8,7 @@ changes. So there are no more versions than minibatches in flight, and no copy w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -62,9 +62,9 @@ class WeightVersions:
         self._before = {}
         self.began_anew_with = self.update
 
-    def set_before(self, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
+    def set_before(self, weights: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Sets the weights before the last update, for parameters from another stage."""
-        self._before |= {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
+        self._before |= {id(parameter): weight for parameter, weight in weights}
 
     def begin_action(self, action: Action) -> None:
         """Gives the parameters the weights that an action uses."""

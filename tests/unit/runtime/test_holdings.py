@@ -11,6 +11,7 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings, optimizer_to_device
+from lightning_pipeshift.runtime.ownership.kept_tensors import KeptTensors
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
@@ -39,7 +40,7 @@ def make(settled: bool = True, has_devices: bool = False) -> tuple[Net, Holdings
     layers = [net.a, net.lstm, net.norm, net.c]
     holdings = Holdings(net, parameter_uses(net, layers), layers, STAGE_OF, channels)
     if settled:
-        holdings.settle([], final=True, deferred=DeferredInit())
+        holdings.settle([])
     return net, holdings, channels.stage
 
 
@@ -69,9 +70,8 @@ def optimizer_state() -> list[str]:
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    holdings.settle([optimizer], final=False, deferred=DeferredInit())
     assert len(optimizer.state) == len(list(net.parameters()))
-    holdings.settle([optimizer], final=True, deferred=DeferredInit())
+    holdings.settle([optimizer])
     return [name for name, parameter in net.named_parameters() if parameter in optimizer.state]
 
 
@@ -138,7 +138,7 @@ def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
             setattr(Lane, name, refuse)
     if stage != 1:
         net.a.weight.grad = torch.ones(3, 3)  # being accumulated
-    holdings.set_gradients_aside(keep=True)
+    holdings.gradients.set_aside(keep=True)
     # What the backwards would leave.
     if stage == 0:
         net.a.weight.grad = torch.full((3, 3), 2.0)
@@ -147,10 +147,10 @@ def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
     if stage == 2:
         net.a.weight.grad = torch.full((3, 3), 3.0)
         net.scale.grad = torch.full((3,), 0.2)
-    holdings.collect_gradients(correction, None, joins=False)
+    holdings.gradients.collect(correction, None, joins=False)
     kept = None if net.a.weight.grad is None else float(net.a.weight.grad[0, 0])
-    holdings.hand_gradients_over()
-    norms = holdings.gradient_norms(net.parameters(), 2.0)
+    holdings.gradients.hand_over()
+    norms = holdings.gradients.norms(net.parameters(), 2.0)
     found = {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
     return {"kept": kept, "norms": norms, **found}
 
@@ -232,18 +232,18 @@ def test_counters_are_no_copies_and_cost_no_search(monkeypatch: pytest.MonkeyPat
     channels: Any = SimpleNamespace(stage=0, num_stages=1, device=torch.device("cpu"))
     holdings = Holdings(net, parameter_uses(net, layers), layers, [0, 0], channels)
     searches: list[None] = []
-    found_copies = Holdings._found_copies
+    found_copies = KeptTensors._found_copies
 
-    def counted(self: Holdings) -> Any:
+    def counted(self: KeptTensors) -> Any:
         searches.append(None)
         return found_copies(self)
 
-    monkeypatch.setattr(Holdings, "_found_copies", counted)
+    monkeypatch.setattr(KeptTensors, "_found_copies", counted)
     counter = torch.tensor(5)
     for small in (counter, counter + 1, 1 / (counter + 1)):
-        assert holdings.copied(small) is None
+        assert holdings.kept.copied(small) is None
     assert not searches
-    assert holdings.copied(average.weight.detach().t()) == "1.weight"
-    assert holdings.copied(average.bias) == "1.bias"
-    assert holdings.copied(torch.zeros(3)) is None
+    assert holdings.kept.copied(average.weight.detach().t()) == "1.weight"
+    assert holdings.kept.copied(average.bias) == "1.bias"
+    assert holdings.kept.copied(torch.zeros(3)) is None
     assert searches

@@ -19,13 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.ownership import live_migration
+from lightning_pipeshift.runtime.ownership import transfers
+from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.minibatches import Minibatches
@@ -85,7 +84,7 @@ class Lane:
     def __init__(self, network: Network, number: int, stage: int, seen: Seen) -> None:
         self._network, self._name, self._stage = network, f"a move, lane {number}", stage
         self._sent_to: set[int] = set()
-        self._acknowledged = seen.acknowledged if number == live_migration._ANSWERS else set()
+        self._acknowledged = seen.acknowledged if number == transfers._ANSWERS else set()
 
     def send_object(self, message: Any, to: int) -> None:
         self._sent_to.add(to)
@@ -101,8 +100,8 @@ class Lane:
         self.send_object(tensor.detach(), to)
         self.settle()
 
-    def receive_into(self, room: Tensor, source: int) -> None:
-        room.copy_(self.receive_object(source))
+    def receive_tensor(self, like: Tensor, source: int) -> Any:
+        return self.receive_object(source).clone()
 
     def send_values(self, values: Any, to: int) -> None:
         self.send_object(values, to)
@@ -123,7 +122,7 @@ class FreesByNan(Holdings):
 
     acknowledged: set[tuple[int, int]] | None = None
 
-    def settle(self, optimizers: Any, final: bool, deferred: Any) -> None:
+    def settle(self, optimizers: Any, deferred: Any = None) -> None:
         held = {id(use.parameter) for use in self.held}
         if self.acknowledged is not None:
             freed = [
@@ -181,7 +180,7 @@ class OneStage:
         layers = list(root.layers)
         uses = parameter_uses(root, layers)
         self.holdings = FreesByNan(root, uses, layers, list(case.stage_of), channels)
-        self.holdings.settle([self.optimizer], final=True, deferred=None)
+        self.holdings.settle([self.optimizer])
         self.holdings.acknowledged = seen.acknowledged
         self.versions = WeightVersions(delays=case.delays)
         self.versions.follow(use.parameter for use in self.holdings.held)
@@ -205,7 +204,6 @@ class OneStage:
             threads,
             earliest,
             self.versions,
-            DeferredInit(),
             self.minibatches.newest_update,
         )
 
@@ -352,13 +350,8 @@ def run(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
     network = Network(order)
     with monkeypatch.context() as patch:
         stand_in = SimpleNamespace(Condition=partial(Condition, order))
-        patch.setattr(live_migration, "threading", stand_in)
-        real = live_migration._Outgoing
-
-        def outgoing(first: int, moves: Any) -> Any:
-            return real(first, moves, messages=Queue(order))  # type: ignore[arg-type]
-
-        patch.setattr(live_migration, "_Outgoing", outgoing)
+        patch.setattr(transfers, "threading", stand_in)
+        patch.setattr(transfers, "SimpleQueue", partial(Queue, order))
         for stage in range(case.num_stages):
             one = OneStage(case, stage, order, network, seen)
             order.start(f"stage {stage}", one.train)

@@ -24,7 +24,6 @@ from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
@@ -43,7 +42,7 @@ from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
-from lightning_pipeshift.runtime.ownership import migration
+from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
@@ -632,7 +631,7 @@ def move_a_layer(forgets: bool) -> Any:
     channels = Channels(ranks, by_host.stage, GPU, board.watched, groups)
     with pytest.MonkeyPatch.context() as patch:
         if forgets:
-            forget(patch, migration, "_mark", "wait")
+            forget(patch, transfers, "_mark", "wait")
         try:
             with SimulatedDevice():
                 return _moved(channels)
@@ -647,11 +646,11 @@ def _moved(channels: Channels) -> dict[str, Tensor]:
     # Each stage computes all of it once, so that its device has work to do.
     train(net, optimizer, GPU)
     holdings = Holdings(net, parameter_uses(net, layers), layers, [0, 1], channels)
-    holdings.settle([optimizer], final=True, deferred=DeferredInit())
+    holdings.settle([optimizer])
     errors: list[BaseException] = []
     threads = Threads("moves", errors.append)
     for owner in (1, 0):
-        move = Migration(holdings, [owner, 1], [optimizer], threads, DeferredInit())
+        move = Migration(holdings, [owner, 1], [optimizer], threads)
         move.start()
         move.begin(keeps_gradients=False)
         if channels.stage == owner:

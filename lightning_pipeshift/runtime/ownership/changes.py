@@ -1,0 +1,218 @@
+"""Replaces the plan in force. Another plan is first requested; then its layers are on their way to
+their new owners; then it is in force.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.recording.watcher import Watcher
+
+
+class _Requests:
+    """The plans that are to come into force on one rank, one after the other."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[Plan] = deque()
+        self.next: Plan | None = None
+        """The plan whose layers are on their way, and that is not in force yet."""
+        self.recorder: Watcher | None = None
+        """Takes notes of waits for layers."""
+
+    @property
+    def last(self) -> Plan | None:
+        """The plan that will be in force after all requested changes; ``None`` if that is the
+        present one.
+        """
+        return self._wanted[-1] if self._wanted else self.next
+
+    def request(self, wanted: Iterable[Plan]) -> None:
+        """Asks for plans, one after the other, in place of those whose layers are not on their way.
+        Every stage calls this at the same time.
+        """
+        self._wanted = deque(wanted)
+
+
+class Changes(_Requests):
+    """Changes of the plan between two steps: a step prepares a change, and the next step puts it in
+    force.
+
+    Args:
+        move: prepares the move of layers for a plan, given the optimizers of the run.
+        put_in_force: puts a plan in force.
+    """
+
+    def __init__(
+        self,
+        move: Callable[[Plan, Sequence[Optimizer]], Migration],
+        put_in_force: Callable[[Plan], None],
+    ) -> None:
+        super().__init__()
+        self._move = move
+        self._put_in_force = put_in_force
+        self._prepared: Migration | None = None
+        """The move of layers for the next plan."""
+        self.migration: Migration | None = None
+        """The move of layers to new owners that the current step carries out."""
+        self.seconds = 0.0
+        """How long this stage has waited because of the last change."""
+
+    @property
+    def held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The layers that this stage still holds, and another one owns already; and those of which
+        it holds the weights in addition, as they will move with the next step.
+        """
+        nothing: frozenset[int] = frozenset()
+        return (
+            self.migration.leaving if self.migration is not None else nothing,
+            self._prepared.changing if self._prepared is not None else nothing,
+        )
+
+    # --- a step, in the order of the calls ---
+
+    def before_step(self, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> None:
+        """Puts the plan in force whose layers are to move with this step, and begins to prepare the
+        next one while this plan is in force.
+        """
+        if self._prepared is not None:
+            assert self.next is not None
+            self.migration, self._prepared = self._prepared, None
+            plan, self.next = self.next, None
+            self.migration.recorder = self.recorder
+            self.migration.begin(keeps_gradients)
+            self._put_in_force(plan)
+        if self._wanted:
+            self.next = self._wanted.popleft()
+            self._prepared = self._move(self.next, optimizers)
+
+    def finish(self) -> bool:
+        """Waits until all layers have arrived; returns whether any were moving."""
+        if self.migration is None:
+            return False
+        self.migration.finish()
+        self.seconds = self.migration.exposed_seconds
+        self.migration = None
+        return True
+
+    def weights_are_final(self) -> None:
+        """Called when the weights are those with which the next step starts."""
+        if self._prepared is not None:
+            self._prepared.start()
+
+    # --- changes that are cancelled ---
+
+    def abandon(self) -> None:
+        """Cancels all changes: see :meth:`Migration.abandon`."""
+        self._wanted.clear()
+        if self._prepared is not None:
+            self._prepared.abandon()
+        if self.migration is not None:
+            self.migration.abandon()
+
+    def cancel(self) -> None:
+        """Cancels all changes on all stages, and waits for transfers in progress."""
+        self._wanted.clear()
+        if self._prepared is not None:
+            self._prepared.cancel()
+            self._prepared = self.next = None
+
+
+class LiveChanges(_Requests):
+    """Changes of the plan in an asynchronous pipeline.
+
+    A change begins when the one before it has surely ended on every stage: by a rule that depends
+    on the numbers of minibatches only, so that all stages agree without a message. With a cut-over
+    ``c``, the last minibatch on the old owners is ``c - 1``, and ``N`` stages have run its backward
+    before their turns for minibatch ``c + N - 1``.
+
+    Args:
+        num_stages: of the deepest virtual machine.
+        start: starts to move layers for a plan, given the minibatch before whose forward it is
+            announced.
+    """
+
+    def __init__(self, num_stages: int, start: Callable[[Plan, int], LiveMigration]) -> None:
+        super().__init__()
+        self._num_stages = num_stages
+        self._start = start
+        self.migration: LiveMigration | None = None
+        """The last move of layers, if there was one."""
+        # The cut-over of the last change that has begun, and the number of its update.
+        self._last = self._last_update = -(2**62)
+
+    def record(self, recorder: Watcher | None) -> None:
+        """Sets who takes notes of waits for layers."""
+        self.recorder = recorder
+        if self.migration is not None:
+            self.migration.recorder = recorder
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it in that move; empty when it is over."""
+        return self.migration.layers if self.migration is not None else frozenset()
+
+    def before_turn(
+        self, minibatch: int, update: int, ends_update: bool
+    ) -> tuple[Plan | None, list[LateUpdate]]:
+        """Prepares the stage for its next forward.
+
+        Args:
+            minibatch: its number.
+            update: the number of the update that its gradient is part of.
+            ends_update: whether it is the last one of that update.
+
+        Returns:
+            the plan that comes into force with it, if one does, and updates that are to be made
+            before it.
+        """
+        begins: Plan | None = None
+        late: list[LateUpdate] = []
+        migration = self.migration
+        if migration is not None:
+            late = migration.before_turn(minibatch, update, ends_update)
+            if migration.begin == minibatch:
+                begins, self.next = self.next, None
+                self._last, self._last_update = minibatch, migration.update
+        is_due = minibatch >= self._last + self._num_stages - 1 and update > self._last_update
+        if self._wanted and self.next is None and is_due:
+            if self.migration is not None:
+                self.migration.finish()
+            self.next = self._wanted.popleft()
+            self.migration = self._start(self.next, minibatch)
+            self.migration.recorder = self.recorder
+            self.migration.before_turn(minibatch, update, ends_update)
+        return begins, late
+
+    def settle(self, minibatch: int) -> list[LateUpdate]:
+        """Called when the pipeline is empty; see :meth:`LiveMigration.settle`."""
+        return self.migration.settle(minibatch) if self.migration is not None else []
+
+    @property
+    def num_waiting(self) -> int:
+        """How many changes, or parts of one, are not in force."""
+        return len(self._wanted) + (self.next is not None)
+
+    def cancel(self) -> None:
+        """Gives up the changes that have not begun, on all stages."""
+        self._wanted.clear()
+        if self.migration is not None and self.next is not None:
+            self.migration.cancel()
+        self.next = self.migration = None
+
+    def abandon(self) -> None:
+        """Lets the threads of a move end, after an error."""
+        if self.migration is not None:
+            self.migration.abandon()
+
+    def withhold(self, tag: Any) -> None:
+        """See :meth:`LiveMigration.withhold`."""
+        if self.migration is not None:
+            self.migration.withhold(tag)
