@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 
 
-def balanced_shares(placer: Evaluator, placed: Candidate) -> tuple[Candidate, Cuts]:
+def balanced_shares(
+    placer: Evaluator, placed: Candidate, cost: CostModel
+) -> tuple[Candidate, Cuts]:
     """Returns the choice with shares under which all virtual machines take equal time, if that
     gains enough.
 
@@ -19,6 +21,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate) -> tuple[Candidate, Cu
     Args:
         placer: has the model, the machines and the request.
         placed: a choice with any shares; if equal shares do not fit, with ones that do.
+        cost: computes the seconds of each virtual machine.
     """
     count = len(placed.ranks)
     if not placer.request.chooses_shares or count == 1:
@@ -37,9 +40,10 @@ def balanced_shares(placer: Evaluator, placed: Candidate) -> tuple[Candidate, Cu
     effort, before = placer.request.effort, math.inf
     while True:
         times = {
-            vm: placer.workload(
-                first.links, first.ranks[vm], size, first.microbatches
-            ).step_seconds([cuts[vm]])[0]
+            vm: cost.alone(
+                placer.workload(first.links, first.ranks[vm], size, first.microbatches),
+                cuts[vm],
+            )
             for vm, size in sizes.items()
         }
         shortest, longest = min(times.values()), max(times.values())
@@ -51,7 +55,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate) -> tuple[Candidate, Cu
         wanted = {vm: size / times[vm] for vm, size in sizes.items()}
         unit = placer.total(count) / sum(wanted[vm] for vm in stands)
         sizes = {vm: size * unit for vm, size in wanted.items()}
-    best, fitting, least = first, cuts, placer.seconds(first, cuts) / effort.worth_changing
+    best, fitting, least = first, cuts, cost.step(first, cuts) / effort.worth_changing
     # If a correction exceeds a device's memory, a part of it is tried.
     is_large = placer.cluster.num_ranks > effort.stages
     for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
@@ -67,7 +71,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate) -> tuple[Candidate, Cu
             others = cuts if same_fit else placer.cuts(shared)
         except PlanError:
             continue
-        if (seconds := placer.seconds(shared, others)) < least:
+        if (seconds := cost.step(shared, others)) < least:
             best, fitting, least = shared, others, seconds
         if same_fit:
             break

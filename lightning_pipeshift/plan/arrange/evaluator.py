@@ -7,7 +7,7 @@ cached for equal ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -56,6 +56,14 @@ class Candidate(NamedTuple):
     """One for each virtual machine; equal ones share one object."""
 
 
+class CostModel(NamedTuple):
+    """Computes the seconds of a step: in closed form, or by the simulator."""
+
+    step: Callable[[Candidate, Cuts], float]
+    alone: Callable[[Workload, Cut], float]
+    """The seconds of one virtual machine, without the others."""
+
+
 class Evaluator:
     """Evaluates choices, with a cache."""
 
@@ -74,6 +82,14 @@ class Evaluator:
             lambda workload: Recomputation(workload, request.recompute)
         )
         self._paces: dict[Workload, tuple[float, Numbers]] = {}
+        self.closed_form = CostModel(
+            lambda placed, cuts: self._pipelines(placed, cuts).estimated_seconds,
+            Workload.estimate,
+        )
+        self.simulator = CostModel(
+            lambda placed, cuts: self._pipelines(placed, cuts).simulated_seconds,
+            lambda workload, cut: workload.step_seconds([cut])[0],
+        )
 
     # Workloads.
 
@@ -157,7 +173,7 @@ class Evaluator:
     # Cuts.
 
     def cuts(self, placed: Candidate, careful: bool = False) -> Cuts:
-        """A cut for each virtual machine: a quick one, or the best by a thorough search.
+        """A cut for each virtual machine: the best in closed form, or by a thorough search.
 
         The better of two, as the solvers do not model rings: one cut without the time of rings, and
         one with an estimate of it for each layer. Raises PlanError if a virtual machine does not
@@ -166,19 +182,20 @@ class Evaluator:
         key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
         if key not in self._chosen:
             self._chosen[key] = self._solved(placed, None, careful)
+            cost = self.simulator if careful else self.closed_form
             if len(placed.ranks) > 1 and self.request.partition == "auto":
-                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful)
+                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful, cost)
         return self._chosen[key]
 
-    def _against_rings(self, placed: Candidate, cuts: Cuts, careful: bool) -> Cuts:
+    def _against_rings(self, placed: Candidate, cuts: Cuts, careful: bool, cost: CostModel) -> Cuts:
         """Better cuts, if rings take much of the step."""
-        seconds = self.seconds(placed, cuts)
+        seconds = cost.step(placed, cuts)
         pairs = dict.fromkeys(zip(placed.workloads, cuts, strict=True))
-        alone = max(workload.step_seconds([cut])[0] for workload, cut in pairs)
+        alone = max(cost.alone(workload, cut) for workload, cut in pairs)
         if seconds - self.profile.step_seconds <= self.request.effort.worth_changing * alone:
             return cuts
         others = self._solved(placed, self._hindrance(placed), careful)
-        return others if self.seconds(placed, others) < seconds else cuts
+        return others if cost.step(placed, others) < seconds else cuts
 
     def _solved(
         self, placed: Candidate, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
@@ -347,13 +364,9 @@ class Evaluator:
 
     # Seconds.
 
-    def seconds(self, placed: Candidate, cuts: Cuts) -> float:
-        """The seconds of a step, by the simulator."""
-        return self._pipelines(placed, cuts).simulated_seconds
-
-    def rate(self, placed: Candidate, cuts: Cuts) -> float:
+    def rate(self, placed: Candidate, cuts: Cuts, cost: CostModel) -> float:
         """Samples per second."""
-        return _per_second(self.total(len(cuts)), self.seconds(placed, cuts))
+        return _per_second(self.total(len(cuts)), cost.step(placed, cuts))
 
     def arrangement(
         self, placed: Candidate, cuts: Cuts, swaps: tuple[tuple[Swap, ...], ...] = ()

@@ -2,8 +2,8 @@
 these, the microbatches and the shares of the batch, with a first cut of each.
 
 Each choice depends on the others, and there are too many combinations. So all useful groupings are
-first evaluated with quick cuts; for the best, other orders are tried; and for the best of those,
-cuts, microbatches and shares are searched thoroughly. The simulator judges all of them.
+first evaluated in closed form; the orders of the best are tried on the simulator; and for the best
+of those, cuts, microbatches and shares are searched thoroughly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.batch_shares import balanced_shares
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
     Groups,
     candidate_counts,
@@ -91,7 +91,8 @@ class GroupingSearch:
         if self._is_large:
             finished = 1
         first = self._first_looks()
-        # The best of each depth too: what is said of a depth has been searched like the choice.
+        # The best of each depth is simulated too: what is said of a depth comes from the same model
+        # as the choice.
         of_depths = {look.depth: look for look in sorted(first, key=lambda look: look.rate)}
         chosen = {id(look): look for look in [*_highest(first, second), *of_depths.values()]}
         again = [self._second_look(look) for look in chosen.values()]
@@ -110,8 +111,8 @@ class GroupingSearch:
         known = self._tried.get(depth)
         if known is not None and known.samples_per_second >= look.rate and not is_final:
             return
-        pairs = set(zip(placed.workloads, look.cuts, strict=True))
-        alone = max(workload.step_seconds([cut])[0] for workload, cut in pairs)
+        cost, pairs = self._placer.simulator, set(zip(placed.workloads, look.cuts, strict=True))
+        alone = max(cost.alone(workload, cut) for workload, cut in pairs)
         again = max(
             max(workload.costs(cut).recompute_seconds, default=0.0) * workload.microbatches
             for workload, cut in pairs
@@ -120,7 +121,7 @@ class GroupingSearch:
         besides = self._profile.step_seconds
         busy = total / sum(self._placer.powers) / self._profile.samples
         lost = {
-            "gradients are waited for": self._placer.seconds(placed, look.cuts) - besides - alone,
+            "gradients are waited for": cost.step(placed, look.cuts) - besides - alone,
             "recomputation, for memory": again,
             "stages wait for each other": alone - again - busy,
         }
@@ -130,7 +131,7 @@ class GroupingSearch:
         self._tried[depth] = Tried(depth, look.rate, limit)
 
     def _first_looks(self) -> list[_Look]:
-        """The groupings that fit, with their samples per second."""
+        """The groupings that fit, with their samples per second in closed form."""
         all_groups = sorted(self._groupings(), key=lambda groups: -self._most_per_second(groups))
         errors: dict[Groups, PlanError] = {}
         seen: list[_Look] = []
@@ -255,32 +256,33 @@ class GroupingSearch:
         return min(math.fsum(devices[rank].usable_bytes for rank in ranks) for ranks in groups)
 
     def _first_look(self, groups: Groups) -> _Look:
-        """Evaluates a grouping with quick cuts, its microbatches, order and shares."""
+        """Evaluates a grouping in closed form, with its microbatches, order and shares."""
+        cost = self._placer.closed_form
         if self._profile.static_bytes > self._least_usable_bytes(groups):
             raise PlanError("the model alone is larger than a virtual machine")
         placed = self._sliced(groups)
         if not self._is_large or self._request.has_order:
-            placed = self._in_best_order(placed, self._ranked(placed, 0))
-        placed, cuts = balanced_shares(self._placer, placed)
-        return _Look(self._placer.rate(placed, cuts), placed, cuts)
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
+        placed, cuts = balanced_shares(self._placer, placed, cost)
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
 
     def _second_look(self, look: _Look) -> _Look:
-        """Evaluates a grouping with the best of all orders of its stages."""
-        placed = look.placed
+        """Evaluates a grouping by the simulator, with the best of all orders of its stages."""
+        placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
-            return look
-        ranked = self._ranked(placed, self._effort.orders)
-        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]))
+            return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
+        ranked = self._ranked(placed, cost, self._effort.orders)
+        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
         orders = tuple(
             ranks for ranks, step in ranked[: self._effort.orders_cut] if math.isfinite(step)
         )
-        return _Look(self._placer.rate(placed, cuts), placed, cuts, orders)
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts, orders)
 
     def _finished(self, look: _Look) -> Arrangement:
         """Finds the best order, microbatches, shares and cuts of a grouping."""
-        placed = look.placed
+        cost, placed = self._placer.simulator, look.placed
         if self._is_large:
-            ranked = self._ranked(placed, self._effort.orders)
+            ranked = self._ranked(placed, cost, self._effort.orders)
             placed = self._in_best_order(placed, ranked)
         elif self._cluster.num_ranks <= self._effort.few_ranks:
             # Which of the best orders is the best may depend on the exact cuts.
@@ -292,9 +294,9 @@ class GroupingSearch:
             ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
             placed = self._in_best_order(placed, ranked)
         else:
-            placed = self._in_best_order(placed, self._ranked(placed, 0))
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
         if not self._is_large and self._num_actions(placed) <= self._effort.actions_simulated:
-            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed))
+            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
         found = self._cut_with_care(placed)
         if placed.batch_shares != self._request.batch_shares:
             with suppress(PlanError):
@@ -344,7 +346,7 @@ class GroupingSearch:
         ranks = best_order(ranked, self._preferred(placed), self._effort.worth_changing)
         return placed if ranks == placed.ranks else self._in_order(placed, ranks)
 
-    def _ranked(self, placed: Candidate, most: int) -> list[tuple[Groups, float]]:
+    def _ranked(self, placed: Candidate, cost: CostModel, most: int) -> list[tuple[Groups, float]]:
         """Orders of the stages with their step times, the best first: at most ``most`` are
         tried.
         """
@@ -362,7 +364,7 @@ class GroupingSearch:
         def seconds(ranks: Groups) -> float:
             try:
                 changed = self._in_order(placed, ranks)
-                return placer.seconds(changed, placer.cuts(changed))
+                return cost.step(changed, placer.cuts(changed))
             except PlanError:
                 return math.inf
 

@@ -87,7 +87,7 @@ def resliced(placer: Evaluator, placed: Candidate) -> Candidate:
         with suppress(PlanError):
             sliced = placer.placed(placed.ranks, count, placed.batch_shares)
             cuts = placer.cuts(sliced)
-            found[count] = placer.rate(sliced, cuts)
+            found[count] = placer.rate(sliced, cuts, placer.simulator)
     return placer.placed(placed.ranks, fewest(found, effort.worth_changing), placed.batch_shares)
 
 

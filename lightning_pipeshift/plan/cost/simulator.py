@@ -290,7 +290,8 @@ class Clock:
         for begin, step in zip(begins, firsts, strict=False):
             starts[step] = begin
         for wave, one, other in waves.each:
-            starts[wave] = np.maximum(starts[wave], np.maximum(ends[one], ends[other]))
+            start = np.maximum(ends[one], ends[other])
+            starts[wave] = np.maximum(starts[wave], start) if begins else start
             ends[wave] += starts[wave]
             if first_action is not None:
                 for step in firsts.keys() & range(wave.start, wave.stop):
