@@ -5,7 +5,7 @@ import pytest
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, columns, simulate
-from lightning_pipeshift.plan.schedule.actions import Kind, parse_row
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, parse_row
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -177,7 +177,9 @@ def test_costs_are_of_all_stages():
 
 def run_action_by_action(schedule, by_kind):
     """The oracle: (stage, action, start, end), one action after the other."""
-    free, link_free, arrived, found = [0.0] * len(schedule), {}, {}, []
+    free, found = [0.0] * len(schedule), []
+    link_free: dict[tuple[int, int], float] = {}
+    arrived: dict[tuple[int, Action], float] = {}
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_PAYLOAD, Kind.SEND_GRADIENT, Kind.RECOMPUTE)
     seconds_of = dict(zip(kinds, by_kind, strict=True))
     for stage, index in execution_order(schedule):
