@@ -21,7 +21,6 @@ from lightning_pipeshift.plan.arrange.groupings import (
     Groups,
     candidate_counts,
     groupings,
-    host_order,
     ring_order,
 )
 from lightning_pipeshift.plan.arrange.num_microbatches import (
@@ -33,7 +32,7 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
 from lightning_pipeshift.plan.arrange.stage_order import best_order, ranked_orders
 from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.inputs.topology import Topology, host_order
 from lightning_pipeshift.plan.partition.orders import (
     Order,
     distinct_orders,
@@ -76,7 +75,7 @@ class GroupingSearch:
         self._effort = placer.request.effort
         self._alike = interchangeable(self._cluster)
         self._tried: dict[int, Tried] = {}
-        self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
+        self._place = {rank: place for place, rank in enumerate(host_order(self._cluster.devices))}
 
     def best(self) -> Arrangement:
         """The arrangement with the most samples per second, by the simulator.

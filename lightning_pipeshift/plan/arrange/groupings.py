@@ -17,6 +17,7 @@ from itertools import pairwise, permutations
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.shares import shared_out
+from lightning_pipeshift.plan.inputs.topology import filled, host_order
 
 Groups = tuple[tuple[int, ...], ...]
 """The ranks of each virtual machine, in the order of the hosts."""
@@ -76,7 +77,7 @@ def groupings(
         effort: the limits of the search.
     """
     num_ranks = cluster.num_ranks
-    in_order = host_order(cluster)
+    in_order = host_order(cluster.devices)
     found: dict[tuple[tuple[int, ...], ...], Groups] = {}
 
     def add(groups: Groups) -> None:
@@ -103,17 +104,6 @@ def groupings(
     for groups in _with_reasons(cluster, in_order, count, powers, depths, effort.stages):
         add(groups)
     return tuple(found.values())
-
-
-def host_order(cluster: Cluster) -> tuple[int, ...]:
-    """All ranks, those of a host next to each other, regardless of how the launcher numbered
-    them.
-    """
-    hosts: dict[str, int] = {}
-    for device in cluster.devices:
-        hosts.setdefault(device.host, len(hosts))
-    ranks = range(cluster.num_ranks)
-    return tuple(sorted(ranks, key=lambda rank: (hosts[cluster.devices[rank].host], rank)))
 
 
 def ring_order(
@@ -186,19 +176,8 @@ def _with_reasons(
         in_host_order = [tuple(sorted(machine, key=place.__getitem__)) for machine in machines]
         return tuple(sorted(in_host_order, key=lambda machine: place[machine[0]]))
 
-    # One of each kind, or more of each.
-    if all(len(ranks) % count == 0 for ranks in kinds.values()):
-        shares = {like: len(ranks) // count for like, ranks in kinds.items()}
-        yield sorted_up(
-            [
-                [
-                    rank
-                    for like, ranks in kinds.items()
-                    for rank in ranks[vm * shares[like] : (vm + 1) * shares[like]]
-                ]
-                for vm in range(count)
-            ]
-        )
+    # One of each kind, or more of each, if the counts allow.
+    yield sorted_up(filled(devices, even))
     # Whole hosts, or parts of a host.
     yield sorted_up(_dealt(in_order, even))
     hosts: dict[str, list[int]] = {}

@@ -90,7 +90,7 @@ class Measured:
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
         swaps = [plan.swapped(vm) for vm in range(len(self.ranks_of(plan)))]
-        return self._pipelines(plan).predicted(swaps, plan.lane_shares)
+        return self._pipelines(plan).predicted(swaps)
 
     def problems(
         self, schedule: str, microbatches: int, policy: Policy | None, recompute: str = "auto"

@@ -15,7 +15,6 @@ import numpy as np
 
 from lightning_pipeshift.plan.cost.simulator import Clock, columns
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
-from lightning_pipeshift.plan.schedule.actions import Kind
 
 _NUM_STEPS: Final = 4
 _NUM_MEASURED: Final = 2
@@ -77,16 +76,10 @@ class _Run:
                 now = max(now, updated[layer]) + seconds
             return now + outside
 
-        last_backwards = list(self.begins)
-        self.ends = list(self.begins)
-        for stage, action, _, end, _ in self._clock.run(
-            self._costs, max, begins=self.begins, first_forward=first_forward
-        ):
-            if action.kind.is_compute:
-                self.ends[stage] = end
-            if action.kind is Kind.BACKWARD:
-                last_backwards[stage] = end
-        self.ready = gradients_ready(self._workload, self._bounds, last_backwards)
+        computed, _, _ = self._clock.rows_of(self._costs, self.begins, first_forward)
+        # A stage's last action is a backward.
+        self.ends = [float(row.ends[-1]) for row in computed]
+        self.ready = gradients_ready(self._workload, self._bounds, self.ends)
 
 
 def gradients_ready(

@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, sparing
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.overlap import (
@@ -18,17 +17,14 @@ from lightning_pipeshift.plan.cost.overlap import (
 )
 from lightning_pipeshift.plan.cost.pace import steady_pace
 from lightning_pipeshift.plan.cost.ring_contention import (
-    RingNetwork,
-    Transfer,
+    Rings,
     crowded,
-    ring_ends,
 )
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, columns
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.schedule.actions import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +68,11 @@ class Pipelines:
     workloads: Sequence[Workload]
     cuts: Sequence[Cut]
 
-    def predicted(
-        self, swaps: Sequence[Sequence[Swap]] = (), lane_shares: Sequence[float] = ()
-    ) -> Prediction:
+    def predicted(self, swaps: Sequence[Sequence[Swap]] = ()) -> Prediction:
         """The time and memory of a step, or of a minibatch in an asynchronous pipeline.
 
         Args:
             swaps: the saved tensors that each virtual machine swaps; empty if none does.
-            lane_shares: the part of all gradient bytes that each lane carries; empty for equal
-                parts.
         """
         swapped = [tuple(each) for each in swaps] or [()] * len(self.cuts)
         cuts = [sparing(self.profile, *each) for each in zip(self.cuts, swapped, strict=True)]
@@ -100,7 +92,7 @@ class Pipelines:
             found.append(made[key])
         footprints = [footprint for _, footprint in found]
         timelines = [footprint.timeline for footprint in footprints]
-        computed, summed = replace(self, cuts=cuts)._step_seconds(timelines, lane_shares)
+        computed, summed = replace(self, cuts=cuts)._step_seconds(timelines)
         late = max(each.seconds for each in footprints) - max(
             timeline.step_seconds for timeline in timelines
         )
@@ -140,14 +132,11 @@ class Pipelines:
                 ready.append(gradients_ready(workload, _bounds(cut), ends))
         return max([*computed, *self._ring_ends(ready)]) + self.seconds_between
 
-    def _step_seconds(
-        self, timelines: Sequence[Timeline], lane_shares: Sequence[float] = ()
-    ) -> tuple[float, float]:
+    def _step_seconds(self, timelines: Sequence[Timeline]) -> tuple[float, float]:
         """The time of a step or minibatch, without rings and with them.
 
         Args:
             timelines: of each virtual machine.
-            lane_shares: see :meth:`predicted`.
         """
         if self._is_pace:
             return self._paces()
@@ -155,40 +144,33 @@ class Pipelines:
         if len(self.ranks) == 1:
             return computed, computed
         if self.profile.overlaps_updates:
-            shares = lane_shares or equal_shares(self.gradient_bytes)
-            overlapping = self.overlapping_seconds(shares) - self.seconds_between
-            return computed, max(computed, overlapping)
+            return computed, max(computed, self.overlapping_seconds - self.seconds_between)
         return computed, max([computed, *self.rings(timelines)])
 
     def rings(self, timelines: Sequence[Timeline]) -> list[float]:
         """The time at which each layer's ring is complete, in seconds since the step started.
 
-        A layer's gradient is ready on its owner in the middle of the last backward there, which
-        passes the later layers first.
+        A layer's gradient is ready on its owner in the middle of the last backward there, the
+        stage's last action, which passes the later layers first.
 
         Args:
             timelines: of each virtual machine.
         """
         ready = {
-            (id(workload), cut): gradients_ready(workload, _bounds(cut), _last_backwards(timeline))
+            (id(workload), cut): gradients_ready(
+                workload, _bounds(cut), [float(row.ends[-1]) for row in timeline.computed]
+            )
             for workload, cut, timeline in zip(self.workloads, self.cuts, timelines, strict=True)
         }
         return self._ring_ends(list(ready.values()))
 
-    # Steps that overlap with the sums of the steps before: each layer is updated when its own
-    # gradient is summed.
-
-    def overlapping_seconds(self, shares: Sequence[float]) -> float:
-        """The time of such a step with given shares of the lanes."""
-        transfers = [
-            Transfer(layer, part.lane, (part.end - begin) * size)
-            for layer, (parts, size) in enumerate(
-                zip(lanes_by_share(self.gradient_bytes, shares), self.gradient_bytes, strict=True)
-            )
-            for part, begin in zip(parts, (0.0, *(part.end for part in parts)), strict=False)
-        ]
-        ring_ends_of = partial(self._network.ends, transfers)
-        return overlapped(self._distinct, ring_ends_of, self.seconds_between)
+    @property
+    def overlapping_seconds(self) -> float:
+        """The time of a step that overlaps with the sums of the steps before: each layer is updated
+        when its own gradient is summed.
+        """
+        ends = partial(self._rings.ends, self.gradient_bytes)
+        return overlapped(self._distinct, ends, self.seconds_between)
 
     # Parts.
 
@@ -219,8 +201,8 @@ class Pipelines:
         return list({(id(workload), cut): (workload, cut) for workload, cut in pairs}.values())
 
     @cached_property
-    def _network(self) -> RingNetwork:
-        return RingNetwork(self.cluster, self.ranks, self.cuts)
+    def _rings(self) -> Rings:
+        return Rings(self.cluster, self.ranks, self.cuts)
 
     @property
     def _is_pace(self) -> bool:
@@ -262,18 +244,8 @@ class Pipelines:
         if not ready:
             return []
         last = np.maximum.reduce(ready).tolist()
-        return ring_ends(self.cluster, self.ranks, self.cuts, self.gradient_bytes, last)
+        return self._rings.ends(self.gradient_bytes, last)
 
 
 def _bounds(cut: Cut) -> list[tuple[int, int]]:
     return list(pairwise(cut.bounds))
-
-
-def _last_backwards(timeline: Timeline) -> list[float]:
-    return [
-        max(
-            (span.end for span in row if span.action.kind is Kind.BACKWARD),
-            default=timeline.step_seconds,
-        )
-        for row in timeline.rows
-    ]

@@ -10,16 +10,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
-
-_ROUNDING: Final = 1e-9
 
 
 def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:
@@ -61,66 +59,14 @@ def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:
     return replace(cluster, ranks={**cluster.ranks, **narrowed}) if narrowed else cluster
 
 
-def ring_ends(
-    cluster: Cluster,
-    ranks: Sequence[Sequence[int]],
-    cuts: Sequence[Cut],
-    gradient_bytes: Sequence[int],
-    ready: Sequence[float],
-) -> list[float]:
-    """The time at which each layer's ring is complete, in seconds since the step started, if rings
-    run in the order in which they start.
+class Rings:
+    """The rings of all layers, one after the other on each device.
 
     A ring (CN112528108B) sends 2 (m - 1) / m of the bytes over each of its m links, at the speed of
-    the slowest. A device sends for one ring after another, and so does a host's NIC.
-
-    Args:
-        cluster: the machines.
-        ranks: of each virtual machine, in stage order.
-        cuts: one for each of them.
-        gradient_bytes: of each layer.
-        ready: when the last virtual machine has the layer's gradient.
-    """
-    ring_of = {layer: ring for layers, ring in _rings(cluster, ranks, cuts) for layer in layers}
-    count = len(ranks)
-    device_free = np.zeros(cluster.num_ranks)
-    nic_free = np.zeros(cluster.num_ranks)  # there are at most as many hosts as ranks
-    ends = list(ready)
-    for layer in sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer)):
-        if not gradient_bytes[layer]:
-            continue
-        ring = ring_of[layer]
-        over_each_link = 2 * (count - 1) * gradient_bytes[layer] / count
-        begin = max(ready[layer], float(device_free[ring.members].max()))
-        if len(ring.hosts):
-            begin = max(begin, float(nic_free[ring.hosts].max()))
-            nic_free[ring.hosts] = begin + over_each_link * ring.host_seconds
-        # A small ring's links are idle while its messages are in transit: other rings use them.
-        device_free[ring.members] = begin + over_each_link / ring.rate
-        ends[layer] = begin + 2 * (count - 1) * ring.latency_seconds + over_each_link / ring.rate
-    return ends
-
-
-class Transfer(NamedTuple):
-    """A part of a layer's gradient.
-
-    Args:
-        layer: its number.
-        lane: on which it travels, 0 for the most urgent one.
-        num_bytes: its size.
-    """
-
-    layer: int
-    lane: int
-    num_bytes: float
-
-
-class RingNetwork:
-    """Rings whose more urgent messages go first, for many simulations.
-
-    The network carries a more urgent lane first. Within a lane each device sends for the first
-    layer first, and the devices of a host share its NIC equally. Whatever capacity these leave goes
-    to less urgent rings. A change of what is sent takes effect at once.
+    the slowest. A device sends for one ring after another, and so does a host's NIC: for the one
+    that is ready first, and of several that wait for it, that of the first layer, whose next
+    forward comes first. (The lanes of a real network can interrupt a less urgent ring; here it
+    completes first.)
 
     Args:
         cluster: the machines.
@@ -131,98 +77,52 @@ class RingNetwork:
     def __init__(
         self, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
     ) -> None:
-        rings = list(_rings(cluster, ranks, cuts))
-        self._ring_of = {layer: n for n, (layers, _) in enumerate(rings) for layer in layers}
-        count = len(ranks)
-        passes = 2 * (count - 1) / count
-        self._seconds_per_byte = [passes / ring.rate for _, ring in rings]
-        self._latency = [2 * (count - 1) * ring.latency_seconds for _, ring in rings]
-        # What a ring at full speed uses of each device and each NIC.
-        self._resources = [
-            np.concatenate([ring.members, cluster.num_ranks + ring.hosts]) for _, ring in rings
-        ]
-        self._uses = [
-            np.concatenate(
-                [
-                    np.ones(len(ring.members)),
-                    [ring.rate * seconds if seconds else 0.0 for seconds in ring.host_seconds],
-                ]
-            )
-            for _, ring in rings
-        ]
-        self._num_resources = 2 * cluster.num_ranks  # there are at most as many hosts as ranks
-        self._speeds: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        self._rings = list(_rings(cluster, ranks, cuts))
+        self._num_ranks = cluster.num_ranks
+        self._count = len(ranks)
 
-    def ends(self, transfers: Sequence[Transfer], ready: Sequence[float]) -> list[float]:
-        """The time at which each layer's sum is complete.
+    def ends(self, gradient_bytes: Sequence[int], ready: Sequence[float]) -> list[float]:
+        """The time at which each layer's ring is complete, in seconds since the step started.
 
         Args:
-            transfers: the parts of all gradients.
-            ready: when the last virtual machine has each layer's gradient.
+            gradient_bytes: of each layer.
+            ready: when the last virtual machine has the layer's gradient.
         """
+        device_free = np.zeros(self._num_ranks)
+        nic_free = np.zeros(self._num_ranks)  # there are at most as many hosts as ranks
         ends = list(ready)
-        coming = sorted(transfers, key=lambda one: -ready[one.layer])
-        # By ring, the transfers in progress: the most urgent first, with what is left of it.
-        waiting: list[list[tuple[int, int, int]]] = [[] for _ in self._resources]
-        left: list[float] = []
-        now = 0.0
-        while coming or any(waiting):
-            heads = sorted((*queue[0][:2], ring) for ring, queue in enumerate(waiting) if queue)
-            order = tuple((lane, ring) for lane, _, ring in heads)
-            speeds = self._speeds_of(order)
-            moment = ready[coming[-1].layer] if coming else math.inf
-            completes = []
-            for (_, ring), speed in zip(order, speeds, strict=True):
-                if speed > 0:
-                    end = now + left[waiting[ring][0][2]] / speed
-                    completes.append((end, ring))
-                    moment = min(moment, end)
-            for (_, ring), speed in zip(order, speeds, strict=True):
-                left[waiting[ring][0][2]] -= (moment - now) * speed
-            for end, ring in completes:
-                if end <= moment:
-                    _, layer, _ = heapq.heappop(waiting[ring])
-                    ends[layer] = max(ends[layer], end + self._latency[ring])
-            now = max(now, moment)
-            while coming and ready[coming[-1].layer] <= now:
-                one = coming.pop()
-                ring = self._ring_of[one.layer]
-                if one.num_bytes:
-                    heapq.heappush(waiting[ring], (one.lane, one.layer, len(left)))
-                    left.append(one.num_bytes * self._seconds_per_byte[ring])
+        waiting = [[n for n in layers if gradient_bytes[n]] for layers, _ in self._rings]
+
+        def next_layer(number: int) -> tuple[float, int, int]:
+            """When a layer of a ring can begin, the layer, and the ring's number."""
+            ring = self._rings[number][1]
+            begin = max(
+                float(device_free[ring.members].max()),
+                float(nic_free[ring.hosts].max(initial=0.0)),
+                min(ready[layer] for layer in waiting[number]),
+            )
+            return begin, next(n for n in waiting[number] if ready[n] <= begin), number
+
+        queue = [next_layer(number) for number, layers in enumerate(waiting) if layers]
+        heapq.heapify(queue)
+        while queue:
+            begin, layer, number = next_layer(queue[0][2])
+            if begin > queue[0][0]:
+                # Another ring has taken its devices or its NIC meanwhile.
+                heapq.heapreplace(queue, (begin, layer, number))
+                continue
+            ring, around = self._rings[number][1], 2 * (self._count - 1)
+            over_each_link = around * gradient_bytes[layer] / self._count
+            nic_free[ring.hosts] = begin + over_each_link * ring.host_seconds
+            # A small ring's links are idle while its messages are in transit: other rings use them.
+            device_free[ring.members] = begin + over_each_link / ring.rate
+            ends[layer] = begin + around * ring.latency_seconds + over_each_link / ring.rate
+            waiting[number].remove(layer)
+            if waiting[number]:
+                heapq.heapreplace(queue, next_layer(number))
+            else:
+                heapq.heappop(queue)
         return ends
-
-    def _speeds_of(self, order: tuple[tuple[int, int], ...]) -> list[float]:
-        """The speed of each ring, as a fraction of its full one.
-
-        Args:
-            order: the lane and the ring, the most urgent first.
-        """
-        if order not in self._speeds:
-            capacity = np.ones(self._num_resources)
-            speeds: list[float] = []
-            for _, group in groupby(order, key=lambda one: one[0]):
-                rings = [ring for _, ring in group]
-                sharers = np.zeros(self._num_resources)
-                for ring in rings:
-                    sharers[self._resources[ring]] += 1
-                found = [self._possible(ring, capacity / np.maximum(sharers, 1)) for ring in rings]
-                for ring, speed in zip(rings, found, strict=True):
-                    capacity[self._resources[ring]] -= speed * self._uses[ring]
-                for place, ring in enumerate(rings):
-                    more = min(1.0 - found[place], self._possible(ring, capacity))
-                    capacity[self._resources[ring]] -= more * self._uses[ring]
-                    found[place] += more
-                speeds += found
-            # What is left after rounding is no capacity.
-            self._speeds[order] = [speed if speed > _ROUNDING else 0.0 for speed in speeds]
-        return self._speeds[order]
-
-    def _possible(self, ring: int, capacity: NDArray[np.float64]) -> float:
-        uses = self._uses[ring]
-        is_used = uses > 0
-        free = capacity[self._resources[ring]][is_used] / uses[is_used]
-        return float(np.clip(free.min(initial=1.0), 0.0, 1.0))
 
 
 def ring_seconds_per_byte(

@@ -163,27 +163,8 @@ class Timeline:
         return self.end_seconds == self.step_seconds
 
 
-Instant = tuple[int, Action, Any, Any, Any]
-"""An action's stage, the action, when it starts and ends, and its cost: numbers, or vectors."""
-
 Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
 """The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
-
-
-class _Step(NamedTuple):
-    """A compute action or a transfer of a schedule."""
-
-    stage: int
-    action: Action
-    arrival: int
-    """The transfer that a compute action waits for, -1 for none; the number of this transfer."""
-    column: int
-    """The field of :class:`Costs` with its duration."""
-    entry: int
-    """Its index in that field: a stage or a boundary; in a smaller microbatch, after all of those
-    of the larger ones."""
-    link: tuple[int, int] | None = None
-    """For a transfer, the stages that it goes from and to: one after the other."""
 
 
 class _Waves(NamedTuple):
@@ -230,47 +211,42 @@ class Clock:
         self.num_larger = num_larger
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
-        self._steps: list[_Step] = []
-        arrivals: dict[tuple[int, Action], int] = {}
-        for stage, index in order:
-            action = schedule[stage][index]
-            is_smaller = num_larger is not None and action.microbatch >= num_larger
-            if action.kind.is_compute:
-                needed = action.receive_needed(stage, self.num_stages)
-                waits = arrivals[stage, needed] if needed else -1
-                entry = stage + is_smaller * self.num_stages
-                self._steps.append(_Step(stage, action, waits, _COLUMN[action.kind], entry))
-            elif action.kind.is_send and (there := action.counterpart(stage, self.num_stages)):
-                number = arrivals[there] = len(arrivals)
-                # The boundary between stages b and b + 1 is number b.
-                entry = min(stage, there[0]) + is_smaller * (self.num_stages - 1)
-                link = (stage, there[0])
-                self._steps.append(_Step(stage, action, number, _COLUMN[action.kind], entry, link))
-        self._num_arrivals = len(arrivals)
+        self._order = order
 
     @cached_property
     def _waves(self) -> _Waves:
         # A resource, stage or link, that runs one step at a time, and its last step so far.
         last: dict[tuple[int, ...], int] = {}
-        arrived: dict[int, int] = {}
+        arrived: dict[tuple[int, Action], int] = {}
         # The first row of each kind, with the fields of Costs concatenated.
         sizes = 1 if self.num_larger is None else 2
         by_stage, by_boundary = sizes * self.num_stages, sizes * (self.num_stages - 1)
         first_row = np.cumsum([0, by_stage, by_stage, by_boundary, by_boundary]).tolist()
         needs, waves, rows = [(0, 0)], [0], [0]
         members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
-        for number, step in enumerate(self._steps, 1):
-            members[step.link is not None][step.stage].append(number)
-            before = last.get((step.stage,), 0)
-            if step.link is None:
-                need = (before, arrived.get(step.arrival, 0))
-                last[step.stage,] = number
+        actions: list[list[list[Action]]] = [[[] for _ in self.schedule] for _ in range(2)]
+        for stage, index in self._order:
+            action = self.schedule[stage][index]
+            is_smaller = self.num_larger is not None and action.microbatch >= self.num_larger
+            before, number = last.get((stage,), 0), len(needs)
+            if action.kind.is_compute:
+                received = action.receive_needed(stage, self.num_stages)
+                need = (before, arrived[stage, received] if received else 0)
+                entry = stage + is_smaller * self.num_stages
+                last[stage,] = number
+            elif action.kind.is_send and (there := action.counterpart(stage, self.num_stages)):
+                link = stage, there[0]
+                need = (before, last.get(link, 0))
+                # The boundary between stages b and b + 1 is number b.
+                entry = min(link) + is_smaller * (self.num_stages - 1)
+                last[link] = arrived[there] = number
             else:
-                need = (before, last.get(step.link, 0))
-                last[step.link] = arrived[step.arrival] = number
+                continue
+            members[action.kind.is_send][stage].append(number)
+            actions[action.kind.is_send][stage].append(action)
             needs.append(need)
             waves.append(1 + max(waves[need[0]], waves[need[1]]))
-            rows.append(first_row[step.column] + step.entry)
+            rows.append(first_row[_COLUMN[action.kind]] + entry)
         order = np.argsort(waves, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
@@ -284,65 +260,42 @@ class Clock:
             ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
             members=[
                 [
-                    (
-                        Actions(self._steps[number - 1].action for number in numbers),
-                        place[np.array(numbers, dtype=np.intp)],
-                    )
-                    for numbers in of_stages
+                    (Actions(row), place[np.array(numbers, dtype=np.intp)])
+                    for row, numbers in zip(*of_stages, strict=True)
                 ]
-                for of_stages in members
+                for of_stages in zip(actions, members, strict=True)
             ],
         )
 
-    def run(
+    def rows_of(
         self,
         costs: Costing,
-        later: Callable[[Any, Any], Any],
-        begins: Sequence[Any] | None = None,
-        first_forward: Callable[[int, Any], Any] | None = None,
-    ) -> list[Instant]:
-        """The start and end of every compute action and every transfer, in order of execution.
-
-        Args:
-            costs: the durations of the actions.
-            later: the maximum of two of them.
-            begins: when each stage may start; 0 if ``None``.
-            first_forward: the end of a stage's forward of microbatch 0, given the stage and the
-                start; ``None`` if it takes as long as the others.
-        """
-        free: list[Any] = list(begins) if begins is not None else [0.0] * self.num_stages
-        link_free: dict[tuple[int, int], Any] = {}
-        arrived: list[Any] = [0.0] * self._num_arrivals
-        instants = []
-        for stage, action, arrival, column, entry, link in self._steps:
-            seconds = costs[column][entry]
-            if link is None:
-                start = free[stage] if arrival < 0 else later(free[stage], arrived[arrival])
-                if first_forward and action.kind is Kind.FORWARD and action.microbatch == 0:
-                    end = first_forward(stage, start)
-                else:
-                    end = start + seconds
-                free[stage] = end
-            else:
-                start = later(free[stage], link_free[link]) if link in link_free else free[stage]
-                end = start + seconds
-                link_free[link] = arrived[arrival] = end
-            instants.append((stage, action, start, end, seconds))
-        return instants
-
-    def rows_of(self, costs: Costing) -> tuple[list[TimedRow], list[TimedRow], list[float]]:
+        begins: Sequence[float] = (),
+        first_action: Callable[[int, float], float] | None = None,
+    ) -> tuple[list[TimedRow], list[TimedRow], list[float]]:
         """The compute actions of each stage, its sends, and the seconds in which it computes.
 
         Args:
             costs: the durations of the actions, a number for each stage or boundary.
+            begins: when each stage may start; empty: at 0.
+            first_action: the end of a stage's first action, given the stage and the start;
+                ``None`` if it takes as long as the others of its kind.
         """
         waves = self._waves
         seconds = np.zeros(len(waves.rows) + 1)
         seconds[1:] = np.concatenate([np.asarray(field, np.float64) for field in costs])[waves.rows]
         ends, starts = seconds.copy(), np.zeros_like(seconds)
+        of_stages = enumerate(waves.members[0])
+        firsts = {int(steps[0]): stage for stage, (_, steps) in of_stages if len(steps)}
+        for begin, step in zip(begins, firsts, strict=False):
+            starts[step] = begin
         for wave, one, other in waves.each:
-            starts[wave] = np.maximum(ends[one], ends[other])
+            start = np.maximum(ends[one], ends[other])
+            starts[wave] = np.maximum(starts[wave], start) if begins else start
             ends[wave] += starts[wave]
+            if first_action is not None:
+                for step in firsts.keys() & range(wave.start, wave.stop):
+                    ends[step] = first_action(firsts[step], float(starts[step]))
         computed, sent = (
             [TimedRow(actions, starts[steps], ends[steps]) for actions, steps in of_stages]
             for of_stages in waves.members

@@ -126,36 +126,51 @@ def arrange(
         )
     count = spec if isinstance(spec, int) else (len(depths) if depths is not None else 1)
     if depths is not None and len(depths) == count and sum(depths) == num_ranks:
-        return _fill(devices, depths)
+        return Topology(tuple(map(tuple, filled(devices, depths))))
     if num_ranks % count:
         raise ConfigurationError(
             f"virtual_machines={count}: {num_ranks} ranks cannot be shared out evenly. Allowed are"
             f" numbers that divide {num_ranks}. For virtual machines of different depth, name their"
             f" ranks, as in virtual_machines={_example(num_ranks, count)}."
         )
-    return _fill(devices, [num_ranks // count] * count)
+    return Topology(tuple(map(tuple, filled(devices, [num_ranks // count] * count))))
 
 
-def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
-    hosts = list(dict.fromkeys(device.host for device in devices))
-    # Ranks of a host are neighbours, regardless of the order in which the launcher numbered them.
-    in_order = sorted(range(len(devices)), key=lambda rank: (hosts.index(devices[rank].host), rank))
+def host_order(devices: Sequence[Device]) -> tuple[int, ...]:
+    """All ranks, those of a host next to each other, regardless of how the launcher numbered
+    them.
+    """
+    hosts: dict[str, int] = {}
+    for device in devices:
+        hosts.setdefault(device.host, len(hosts))
+    return tuple(sorted(range(len(devices)), key=lambda rank: (hosts[devices[rank].host], rank)))
+
+
+def filled(devices: Sequence[Device], depths: Sequence[int]) -> list[list[int]]:
+    """Virtual machines of these depths: equal numbers of each kind in each if that is possible, and
+    else one after the other in the order of the hosts.
+    """
+    in_order = host_order(devices)
     kinds: dict[tuple[str, float], list[int]] = {}
     for rank in in_order:
         kinds.setdefault((devices[rank].kind, devices[rank].speed), []).append(rank)
     count = len(depths)
-    even = len(set(depths)) == 1 and all(len(ranks) % count == 0 for ranks in kinds.values())
-    machines: list[list[int]] = [[] for _ in depths]
-    if even:
-        for ranks in kinds.values():
-            share = len(ranks) // count
-            for vm, machine in enumerate(machines):
-                machine.extend(ranks[vm * share : (vm + 1) * share])
-    else:
-        left = iter(in_order)
-        machines = [[next(left) for _ in range(depth)] for depth in depths]
-    # In the pipeline, a host's devices are neighbours: few boundaries lie between hosts.
-    return Topology(tuple(tuple(sorted(machine, key=in_order.index)) for machine in machines))
+    if len(set(depths)) == 1 and all(len(ranks) % count == 0 for ranks in kinds.values()):
+        # In the pipeline, a host's devices are neighbours: few boundaries lie between hosts.
+        place = {rank: number for number, rank in enumerate(in_order)}
+        return [
+            sorted(
+                (
+                    rank
+                    for ranks in kinds.values()
+                    for rank in ranks[vm * len(ranks) // count : (vm + 1) * len(ranks) // count]
+                ),
+                key=place.__getitem__,
+            )
+            for vm in range(count)
+        ]
+    left = iter(in_order)
+    return [[next(left) for _ in range(depth)] for depth in depths]
 
 
 def check_spec(spec: Any) -> None:

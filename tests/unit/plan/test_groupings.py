@@ -7,11 +7,11 @@ import pytest
 from lightning_pipeshift.plan.arrange.groupings import (
     candidate_counts,
     groupings,
-    host_order,
     ring_order,
 )
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL
+from lightning_pipeshift.plan.inputs.topology import host_order
 from lightning_pipeshift.plan.partition.orders import interchangeable
 from tests.unit.plan.clusters import NARROW, WIDE, devices, partitions
 
@@ -169,7 +169,7 @@ def test_given_depths_are_kept():
 
 def test_hosts_are_kept_together():
     cluster = Cluster(devices("b:X a:X b:X a:X c:X b:X"))
-    assert host_order(cluster) == (0, 2, 5, 1, 3, 4)
+    assert host_order(cluster.devices) == (0, 2, 5, 1, 3, 4)
 
 
 def test_a_thousand_devices_have_few_ways():

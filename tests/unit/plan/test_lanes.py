@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from lightning_pipeshift.plan.cost.lanes import (
     num_pieces,
 )
 from lightning_pipeshift.plan.cost.prediction import Pipelines
-from lightning_pipeshift.plan.cost.ring_contention import RingNetwork, Transfer, ring_ends
+from lightning_pipeshift.plan.cost.ring_contention import Rings
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
@@ -97,118 +96,71 @@ def test_a_step_waits_only_for_the_first_layer() -> None:
     """By hand: four layers of 1 s and 2 s backward; a ring of 100 bytes takes 1 s."""
     found = planner(model([1.0] * 4, [100] * 4), TWO_HOSTS, [[0], [1]], [Cut((4,))] * 2, 1)
     # 12 s of compute, and the ring of layer 0, which begins when the backward ends.
-    assert found.overlapping_seconds([1.0]) == pytest.approx(13.0)
+    assert found.overlapping_seconds == pytest.approx(13.0)
 
 
-def test_the_most_urgent_ring_stops_the_others() -> None:
-    """By hand: two layers of 1 s and 2 s backward; a ring of 300 bytes takes 3 s."""
-    found = planner(model([1.0] * 2, [300] * 2), TWO_HOSTS, [[0], [1]], [Cut((2,))] * 2, 1)
-    # Layer 1 is ready at 4 and has 2 s of the link until layer 0 is ready, at 6. That one is
-    # complete at 9, and its forward ends at 10, as does the rest of layer 1: the step takes 9 s.
-    assert found.overlapping_seconds([1.0]) == pytest.approx(9.0)
-    # In order of arrival, layer 0 is complete at 10, and the step would wait for that.
-    ends = ring_ends(TWO_HOSTS, [[0], [1]], [Cut((2,))] * 2, [300, 300], [6.0, 4.0])
-    assert ends == [10.0, 7.0]
+def test_of_rings_that_wait_the_first_layers_goes_first() -> None:
+    """By hand: rings of 300 bytes, which take 3 s each."""
+    rings = Rings(TWO_HOSTS, [[0], [1]], [Cut((3,))] * 2)
+    # Layer 2 is ready first, and meanwhile both of the others.
+    assert rings.ends([300] * 3, [6.0, 5.0, 4.0]) == [10.0, 13.0, 7.0]
+    # Layer 0 is ready too late for its turn.
+    assert rings.ends([300] * 3, [8.0, 5.0, 4.0]) == [13.0, 10.0, 7.0]
 
 
-def test_lanes_tell_the_ranks_of_a_host_which_one_is_more_urgent() -> None:
-    """Rings of two stages share a host's NIC. Stage 0 has the first layers, which are urgent."""
+def test_rings_of_a_host_share_its_link_and_the_first_layers_goes_first() -> None:
+    """Rings of two stages share a host's NIC. Stage 0 has the first layers."""
     hosts = Cluster(devices("a:X a:X b:X b:X"), outside=Link(0.0, 100.0))
-    ranks, cuts = [[0, 1], [2, 3]], [Cut((2, 2))] * 2
-    network = RingNetwork(hosts, ranks, cuts)
-    ready = [0.0] * 4
-
-    def ends(lanes: list[int]) -> list[float]:
-        return network.ends([Transfer(i, lane, 100.0) for i, lane in enumerate(lanes)], ready)
-
-    # Each stage sends for its own first layer first, and both share the link.
-    assert ends([0, 0, 0, 0]) == pytest.approx([2.0, 4.0, 2.0, 4.0])
-    assert ends([0, 0, 1, 1]) == pytest.approx([1.0, 2.0, 3.0, 4.0])
-    assert ends([0, 1, 0, 1]) == pytest.approx([2.0, 4.0, 2.0, 4.0])
-    assert ends([1, 1, 0, 0]) == pytest.approx([3.0, 4.0, 1.0, 2.0])
+    rings = Rings(hosts, [[0, 1], [2, 3]], [Cut((2, 2))] * 2)
+    assert rings.ends([100] * 4, [0.0] * 4) == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert rings.ends([100] * 4, [1.0, 1.0, 0.0, 0.0]) == pytest.approx([2.0, 3.0, 1.0, 4.0])
 
 
-# The members of a ring, the host of each message that leaves one, and the bytes per second.
-Uses = tuple[tuple[int, ...], list[Any], float]
-
-
-def slowly(
+def one_by_one(
     cluster: Cluster,
     ranks: list[list[int]],
     cuts: list[Cut],
-    transfers: list[Transfer],
+    sizes: list[int],
     ready: list[float],
-    tick: float,
 ) -> list[float]:
-    """The ends of rings, by many short steps of time, and by the rules alone: the oracle."""
+    """The ends of rings, from one moment to the next, by the rules alone: the oracle."""
     count = len(ranks)
     hosts = [device.host for device in cluster.devices]
-    members = {
-        one.layer: [
-            machine[next(s for s, b in enumerate(cut.bounds[1:]) if one.layer < b)]
-            for machine, cut in zip(ranks, cuts, strict=True)
-        ]
-        for one in transfers
-    }
-    left = [2 * (count - 1) / count * one.num_bytes for one in transfers]
-    ends = list(ready)
-    now = 0.0
     nic = cluster.outside.bandwidth
-    while any(size > 1e-9 for size in left):
-        capacity: dict[Any, float] = dict.fromkeys(hosts, nic * tick)
-        capacity |= dict.fromkeys(range(cluster.num_ranks), 1.0)
-        active = [
-            i for i, one in enumerate(transfers) if left[i] > 1e-9 and ready[one.layer] <= now
-        ]
-        for lane in sorted({transfers[i].lane for i in active}):
-            # The most urgent one of each set of members; others only get what is left.
-            heads: dict[tuple[int, ...], int] = {}
-            for i in sorted(active, key=lambda i: transfers[i].layer):
-                if transfers[i].lane == lane:
-                    heads.setdefault(tuple(members[transfers[i].layer]), i)
-            uses: dict[int, Uses] = {}
-            for ring, i in heads.items():
-                ways = list(zip(ring, [*ring[1:], ring[0]], strict=True))
-                leaving = [hosts[a] for a, b in ways if hosts[a] != hosts[b]]
-                rate = min(
-                    [cluster.link(a, b).bandwidth for a, b in ways]
-                    + [nic / leaving.count(host) for host in leaving]
-                )
-                uses[i] = (ring, leaving, rate)
-            for is_second in (False, True):
-                shares = {}
-                for i, (ring, leaving, rate) in uses.items():
-                    fractions = [1.0]
-                    places: set[Any] = {*ring, *leaving}
-                    for place in places:
-                        need = 1.0 if isinstance(place, int) else leaving.count(place) * rate * tick
-                        sharers = sum(place in {*r, *w} for r, w, _ in uses.values())
-                        fractions.append(capacity[place] / need / (1 if is_second else sharers))
-                    shares[i] = max(0.0, min(fractions))
-                    if is_second:
-                        use(capacity, uses[i], shares[i], tick)
-                if not is_second:
-                    for i, share in shares.items():
-                        use(capacity, uses[i], share, tick)
-                for i, share in shares.items():
-                    left[i] -= share * uses[i][2] * tick
-        now += tick
-        for i in active:
-            if left[i] <= 1e-9:
-                ends[transfers[i].layer] = max(ends[transfers[i].layer], now)
+    free: dict[int | str, float] = dict.fromkeys([*range(cluster.num_ranks), *hosts], 0.0)
+    ends = list(ready)
+    left = {layer for layer, size in enumerate(sizes) if size}
+    moments = set(ready)
+    while left:
+        now = min(moments)
+        moments.remove(now)
+        for layer in sorted(left):
+            members = [
+                machine[next(s for s, b in enumerate(cut.bounds[1:]) if layer < b)]
+                for machine, cut in zip(ranks, cuts, strict=True)
+            ]
+            ways = list(zip(members, [*members[1:], members[0]], strict=True))
+            leaving = [hosts[a] for a, b in ways if hosts[a] != hosts[b]]
+            uses: list[int | str] = [*members, *leaving]
+            if ready[layer] > now or any(free[use] > now for use in uses):
+                continue
+            sent = 2 * (count - 1) / count * sizes[layer]
+            rate = min(
+                [cluster.link(a, b).bandwidth for a, b in ways]
+                + [nic / leaving.count(host) for host in leaving]
+            )
+            for use in uses:
+                free[use] = now + sent / rate
+            for host in leaving:
+                free[host] = now + leaving.count(host) * sent / nic
+            moments |= {free[use] for use in uses}
+            ends[layer] = now + sent / rate
+            left.remove(layer)
     return ends
 
 
-def use(capacity: dict[Any, float], uses: Uses, share: float, tick: float) -> None:
-    ring, leaving, rate = uses
-    for rank in ring:
-        capacity[rank] -= share
-    for host in leaving:
-        capacity[host] -= share * rate * tick
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rings_end_as_many_short_steps_of_time_say(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(24))
+def test_rings_end_as_the_rules_say(seed: int) -> None:
     draw = random.Random(seed)
     num_layers, stages, count = draw.randint(2, 5), draw.randint(1, 2), draw.randint(2, 3)
     ranks = [[vm * stages + s for s in range(stages)] for vm in range(count)]
@@ -221,14 +173,9 @@ def test_rings_end_as_many_short_steps_of_time_say(seed: int) -> None:
         first = draw.randint(0, num_layers) if stages == 2 else num_layers
         cuts.append(Cut((first, num_layers - first) if stages == 2 else (num_layers,)))
     ready = [draw.randint(0, 8) / 2 for _ in range(num_layers)]
-    transfers = [
-        Transfer(layer, draw.randint(0, 2), float(draw.randint(0, 3) * 50))
-        for layer in range(num_layers)
-        for _ in range(draw.randint(1, 2))
-    ]
-    found = RingNetwork(cluster, ranks, cuts).ends(transfers, ready)
-    tick = 0.002
-    assert found == pytest.approx(slowly(cluster, ranks, cuts, transfers, ready, tick), abs=0.05)
+    sizes = [draw.randint(0, 3) * 50 for _ in range(num_layers)]
+    found = Rings(cluster, ranks, cuts).ends(sizes, ready)
+    assert found == pytest.approx(one_by_one(cluster, ranks, cuts, sizes, ready))
 
 
 def test_overlap_makes_a_prediction_shorter_and_never_shorter_than_its_compute() -> None:
