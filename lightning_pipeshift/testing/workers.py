@@ -183,7 +183,15 @@ class Workers:
         if not failed:
             return [outcome.value for outcome in outcomes]
         self.stop()
-        first = min(failed, key=lambda outcome: (_is_consequence(outcome), outcome.seconds))
+        # A rank that only reports another one's failure is not the cause.
+        last = ["Died", "StageFailedError", "Killed", "Stuck"]
+        first = min(
+            failed,
+            key=lambda each: (
+                last.index(each.error_type) if each.error_type in last else -1,
+                each.seconds,
+            ),
+        )
         kind = str(first.error_type)
         kind = {"Died": "crash", "Killed": "hang", "Stuck": "hang"}.get(kind, kind)
         details = first.traceback
@@ -250,13 +258,6 @@ class Workers:
     def __exit__(self, *_: Any) -> None:
         self.stop()
         self._folder.cleanup()
-
-
-def _is_consequence(outcome: Outcome) -> int:
-    """0 for a cause; more for what is rather the consequence of another rank's failure."""
-    return {"StageFailedError": 1, "Died": 1, "Killed": 2, "Stuck": 2}.get(
-        str(outcome.error_type), 0
-    )
 
 
 class _Rank:

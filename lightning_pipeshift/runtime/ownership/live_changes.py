@@ -9,7 +9,7 @@ from typing import Any
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 
 
 class LiveChanges:
@@ -32,7 +32,7 @@ class LiveChanges:
         self._wanted: deque[Plan] = deque()
         self._plan: Plan | None = None
         self._migration: LiveMigration | None = None
-        self._recorder: Watcher | None = None
+        self._recorder: Recorder | None = None
         # The cut-over of the last change that has begun, and the number of its update.
         self._last = self._last_update = -(2**62)
 
@@ -57,7 +57,7 @@ class LiveChanges:
         """The move of layers that is under way, if there is one."""
         return self._migration
 
-    def record(self, recorder: Watcher | None) -> None:
+    def record(self, recorder: Recorder | None) -> None:
         """Sets who takes notes of waits for layers."""
         self._recorder = recorder
         if self._migration is not None:

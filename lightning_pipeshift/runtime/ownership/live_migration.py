@@ -45,7 +45,7 @@ from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
@@ -167,7 +167,7 @@ class LiveMigration:
         self._newest = newest
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of these waits."""
         self.transfer_seconds = 0.0
         """How long this stage has been receiving weights, beside training."""

@@ -43,7 +43,7 @@ from lightning_pipeshift.runtime.comm.lane import Lane, layout_of
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
@@ -181,7 +181,7 @@ class Migration:
         self._awaited: dict[int, list[_Transfer]] = {}
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage so far."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of these waits."""
         self._prepared = threads.submit(self._prepare)
 

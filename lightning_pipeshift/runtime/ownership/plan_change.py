@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 
 
 class _Prepared(NamedTuple):
@@ -44,7 +44,7 @@ class Changes:
         """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
         """How long this stage has waited because of the last change."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of these waits."""
 
     @property
