@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import run_ranks
-from lightning_pipeshift.testing.workers import free_port
 
 # The network card's name in every host.
 CARD = "eth0"

@@ -55,7 +55,7 @@ class Sweep:
     """Trains cases one after another.
 
     Args:
-        workers: at least as many as there are stages.
+        workers: for the runs.
         splits: how to split each model.
         num_steps: of each run.
         limit_seconds: for each run.
@@ -363,7 +363,7 @@ def main() -> None:
         parser.error("an asynchronous schedule has other bits than the others: name it alone")
     preloaded = [*PRELOADED, *LIBRARY_MODULES[options.library]]
     cuts = ["measured", "random"] if options.cuts == "both" else [options.cuts]
-    with Workers(max([1, *options.stages]), preloaded) as workers:
+    with Workers(preloaded) as workers:
         splits = some_splits(options.stages, cuts, options.schedules)
         if options.every_split:
             splits = [Split(*each) for each in product(options.stages, cuts, options.schedules)]

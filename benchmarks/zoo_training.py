@@ -19,7 +19,7 @@ from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from lightning_pipeshift.testing.bits import differences
-from lightning_pipeshift.testing.training import QUIET, Watcher, loader_of
+from lightning_pipeshift.testing.training import QUIET, Recorder, loader_of
 
 MICROBATCHES = 2
 # Minibatches of an asynchronous update: at least as many as there are stages.
@@ -134,7 +134,7 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
     built = zoo_models.build(case, how.drops)
     module = Wrapped(built)
     L.seed_everything(SEED, verbose=False)
-    watcher = Watcher()
+    watcher = Recorder()
     accumulated = ACCUMULATED if how.is_asynchronous else 1
     strategy = PipeShiftStrategy(
         microbatches=1 if how.is_asynchronous else MICROBATCHES,

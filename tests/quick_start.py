@@ -3,7 +3,7 @@
 Nothing here changes what a run computes or sends: only how long it measures, and work that would
 give the same result in every rank is done once, before the fork. Ranks of `launch_script` and
 `launch_torchrun` are real interpreters and know nothing of it, and so are all ranks where there is
-a GPU: see `start_method` in `lightning_pipeshift/testing/workers.py`.
+a GPU: see `start_method` in `lightning_pipeshift/testing/processes.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.runtime.planning import probe
+from lightning_pipeshift.testing.processes import STACK_SIGNAL, free_port, rank_variables
 from lightning_pipeshift.testing.training import QUIET
-from lightning_pipeshift.testing.workers import STACK_SIGNAL, free_port, rank_variables
 from tests.models import ZOO
 
 

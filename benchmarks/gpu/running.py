@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.rehearsal import VARIABLE, gpu
-from lightning_pipeshift.testing.ranks import Outcome, RanksFailed, run_ranks
+from lightning_pipeshift.testing import Outcome, RanksFailed, run_ranks
 
 Findings = dict[str, Any]
 

@@ -17,6 +17,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -363,11 +364,6 @@ class ShardedFolder:
             return False
         return 0 <= offset <= offset + length <= self._sizes.get(file, -1)
 
-    def rest(self, weights_only: bool) -> dict[str, Any]:
-        """Lightning's dict, with tensors on the meta device where :meth:`tensor` has them."""
-        found: dict[str, Any] = load_file(self._data / REST, weights_only)
-        return found
-
     def tensor(self, key: str, like: Tensor) -> Tensor:
         """Reads one tensor.
 
@@ -399,7 +395,8 @@ class ShardedFolder:
             wrap: makes the placeholder of a tensor, given a meta tensor like it, and a function
                 that reads it.
         """
-        rest = self.rest(weights_only)
+        # Its tensors are on the meta device where :meth:`tensor` has them.
+        rest = load_file(self._data / REST, weights_only)
         try:
             return self._filled(rest, wrap)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -424,9 +421,6 @@ class ShardedFolder:
                         owner[name] = self.tensor(key, value)
                     continue
                 if key not in found:
-                    found[key] = wrap(value, self._reader(key, value))
+                    found[key] = wrap(value, partial(self.tensor, key, value))
                 owner[name] = found[key]
         return rest
-
-    def _reader(self, key: str, like: Tensor) -> Callable[[], Tensor]:
-        return lambda: self.tensor(key, like)

@@ -131,6 +131,9 @@ def measured_strategy(
         arguments: of ``pipeshift fit``.
         command: the command, for messages.
         memory: keeps a budget, unless the configuration has its own.
+
+    Raises:
+        PlanError: the data ended before.
     """
     from lightning_pipeshift.commands.cli import PipeShiftCLI
 
@@ -141,6 +144,11 @@ def measured_strategy(
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
         strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
     assert isinstance(strategy, PipeShiftStrategy)
+    if not strategy.is_measured:
+        raise PlanError(
+            "The data ended before enough steps had been measured. Use more data, or fewer"
+            " `profile_steps` in the strategy's arguments."
+        )
     return strategy
 
 
@@ -164,11 +172,6 @@ def main(arguments: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(list(arguments))
     memory, out = plugin_of(options), options.out
     strategy = measured_strategy(rest, "plan", memory)
-    if not strategy.is_measured:
-        raise PlanError(
-            "The data ended before enough steps had been measured. Use more data, or fewer"
-            " `profile_steps` in the strategy's arguments."
-        )
     found = strategy.measured
     if found is None:
         return

@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
 from lightning_pipeshift.commands.planning import add_budgets
-from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
@@ -55,11 +54,6 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
     measured, settings = pipeline.planning.measured, pipeline.settings
     if measured is None:
         return None
-    if not pipeline.planning.is_measured:
-        raise PlanError(
-            "The data ended before enough steps had been measured. Use more data, or fewer"
-            " `profile_steps` in the strategy's arguments."
-        )
     profile, cluster, topology = measured.profile, measured.cluster, pipeline.replicas.topology
     plan = make_plan(replace(settings, plan=None), profile, cluster, topology)
     problems = replace(measured, ranks=topology.ranks).problems(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -90,9 +90,11 @@ def for_virtual_machine(
     if len(shares) == 1:
         return loader
     stream = stream or _NoSwitching(vm)
+    # Of a global batch of one complete batch for each virtual machine.
+    turn = Part(vm, tuple(shares), len(shares), pads)
     if not isinstance(loader, DataLoader):
         _require_equal(shares, f"a {type(loader).__name__}")
-        return _turns(loader, Part(vm, tuple(shares), len(shares), pads), stream)
+        return _turns(loader, turn, stream)
     if _is_shared_out_by_user(loader):
         return loader
     _check_not_begun(loader)
@@ -101,7 +103,7 @@ def for_virtual_machine(
     # Bypasses DataLoader.__setattr__, which forbids most of these: a user's subclass may not be
     # rebuildable from its attributes.
     vars(mine).update(
-        changes(loader, vm, tuple(shares), pads, stream),
+        changes(loader, turn, stream),
         _before_sharing=loader,
         _iterator=None,
         _IterableDataset_len_called=None,
@@ -119,18 +121,12 @@ class _NoSwitching(SharedRandomStream):
 # --- the parts of a DataLoader that change ---
 
 
-def _of_map(
-    loader: DataLoader[Any],
-    vm: int,
-    shares: tuple[float, ...],
-    pads: bool,
-    stream: SharedRandomStream,
-) -> dict[str, Any]:
+def _of_map(loader: DataLoader[Any], turn: Part, stream: SharedRandomStream) -> dict[str, Any]:
     """The changed arguments of a loader of a data set with indices."""
+    vm, shares = turn.vm, turn.shares
     changes: dict[str, Any] = {}
     if loader.num_workers > 0 and vm > 0:
         changes["worker_init_fn"] = _OwnWorkerSeeds(vm, loader.worker_init_fn)
-    turn = Part(vm, shares, len(shares), pads)
     batches: Any = loader.batch_sampler
     if batches is None:
         _require_equal(shares, "a DataLoader with batch_size=None")
@@ -143,7 +139,7 @@ def _of_map(
     library = type(batches).__module__.partition(".")[0]
     # Those of torch and torchdata only group their sampler's indices.
     if isinstance(batches, BatchSampler) and library in ("torch", "torchdata"):
-        part = Part(vm, shares, len(shares) * batches.batch_size, pads, batches.drop_last)
+        part = _of_samples(turn, batches.batch_size, batches.drop_last)
         mine = _BatchSamplerPart(batches.sampler, part, stream)
         if loader.batch_size is not None:
             changes["batch_size"] = part.num_items
@@ -153,13 +149,7 @@ def _of_map(
     return {**changes, "batch_sampler": RecordedBatches(mine) if is_recorded else mine}
 
 
-def _of_stream(
-    loader: DataLoader[Any],
-    vm: int,
-    shares: tuple[float, ...],
-    pads: bool,
-    stream: SharedRandomStream,
-) -> dict[str, Any]:
+def _of_stream(loader: DataLoader[Any], turn: Part, stream: SharedRandomStream) -> dict[str, Any]:
     """The changed arguments of a loader of an iterable data set. Workers keep their seeds: each has
     to see the same stream on all virtual machines.
     """
@@ -171,9 +161,8 @@ def _of_stream(
         )
     is_batched = loader.batch_size is not None
     if not is_batched:
-        _require_equal(shares, "a DataLoader with batch_size=None")
-    size = len(shares) * (loader.batch_size or 1)
-    part = Part(vm, shares, size, pads, drops_last=loader.drop_last)
+        _require_equal(turn.shares, "a DataLoader with batch_size=None")
+    part = _of_samples(turn, loader.batch_size or 1, loader.drop_last)
     is_sized = hasattr(loader.dataset, "__len__")
     kind = _SizedIterableDatasetPart if is_sized else _IterableDatasetPart
     # The data set makes the batches, as only it knows the size of the last one; for the loader they
@@ -184,6 +173,11 @@ def _of_stream(
         "batch_sampler": None,
         "batch_size": part.num_items if is_batched else None,
     }
+
+
+def _of_samples(turn: Part, batch_size: int, drops_last: bool) -> Part:
+    """The part of global batches that consist of samples."""
+    return replace(turn, size=len(turn.shares) * batch_size, drops_last=drops_last)
 
 
 def _is_shared_out_by_user(loader: DataLoader[Any]) -> bool:

@@ -16,7 +16,6 @@ from lightning_pipeshift.testing.findings import (
 from lightning_pipeshift.testing.ranks import (
     Launched,
     LaunchFailed,
-    Outcome,
     RanksFailed,
     launch_script,
     launch_torchrun,
@@ -25,6 +24,7 @@ from lightning_pipeshift.testing.ranks import (
 from lightning_pipeshift.testing.report import CheckedRun, CheckReport, Difference, Failure
 from lightning_pipeshift.testing.sleeping import SleepingLayer
 from lightning_pipeshift.testing.splits import Split
+from lightning_pipeshift.testing.workers import Outcome
 
 __all__ = [
     "CheckReport",

@@ -155,7 +155,7 @@ def check(
             "or classes that are defined at the top of a Python module: no lambdas, nothing that "
             "is defined inside a function."
         ) from error
-    with Workers(max(split.stages for split in splits), PRELOADED, folder) as workers:
+    with Workers(PRELOADED, folder) as workers:
         return _Check(workers, recipe, microbatches, limit_seconds).run(splits, num_steps)
 
 

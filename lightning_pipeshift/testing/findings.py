@@ -160,21 +160,13 @@ class _Tensor(NamedTuple):
 
     Args:
         layer: the number of the layer after which it is there.
-        function: as in :class:`FoundTensor`.
-        shape: its shape.
-        dtype: its type.
-        num_bytes: its bytes.
-        has_gradient: whether it needs one.
+        found: what is said of it, as far as it is known.
         uses: the calls that use it: the number of the layer at whose stage each of them runs, and
             for an operation how many layers were called before; ``None`` for a layer.
     """
 
     layer: int
-    function: str | None
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    has_gradient: bool
+    found: FoundTensor
     uses: list[tuple[int, int | None]]
 
 
@@ -292,9 +284,10 @@ class StepRecord:
         if account not in self._by_account:
             with without_torch_function_of_subclasses():
                 shape, dtype, num_bytes = tuple(tensor.shape), str(tensor.dtype), tensor.nbytes
-            found = _Tensor(layer, function, shape, dtype, num_bytes, account.requires_grad, [])
-            self._tensors.append(found)
-            self._by_account[account] = found
+            is_needed_back, name = account.requires_grad, self._names[layer]
+            found = FoundTensor(name, function, (), shape, dtype, num_bytes, is_needed_back)
+            self._by_account[account] = _Tensor(layer, found, [])
+            self._tensors.append(self._by_account[account])
 
     def _payload(self, boundary: int) -> tuple[FoundTensor, ...]:
         """What crosses a boundary.
@@ -306,8 +299,7 @@ class StepRecord:
         for tensor in self._tensors:
             uses = [self._user(*use) for use in tensor.uses if use[0] >= boundary]
             if tensor.layer < boundary and uses:
-                layer, needed_by = self._names[tensor.layer], tuple(dict.fromkeys(uses))
-                found.append(FoundTensor(layer, tensor.function, needed_by, *tensor[2:6]))
+                found.append(replace(tensor.found, needed_by=tuple(dict.fromkeys(uses))))
         return tuple(found)
 
     def _user(self, layer: int, place: int | None) -> str:

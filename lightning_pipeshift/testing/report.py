@@ -237,39 +237,34 @@ class CheckReport:
                     crosses,
                 ]
             )
+        if not rows:
+            return []
         lines = []
         # Equal blocks have equal lines.
         for _, alike in groupby(rows, key=lambda row: (row[1], row[2], row[4])):
-            same = list(alike)
-            first = same[0]
-            name = (
-                first[0] if len(same) == 1 else f"{first[0]} … {same[-1][0]} ({len(same)} layers)"
-            )
-            times = [row[3] for row in same]
-            time = times[0] if len(set(times)) == 1 else f"{times[0]} …"
-            lines.append([f"  {name}", first[1], first[2], time, first[4]])
-        if not lines:
-            return []
+            [name, kind, size, time, crosses], *others = alike
+            if others:
+                name = f"{name} … {others[-1][0]} ({len(others) + 1} layers)"
+            if any(other[3] != time for other in others):
+                time = f"{time} …"
+            lines.append([f"  {name}", kind, size, time, crosses])
         num_layers = _count(len(self.findings.layers), "layer")
         title = f"Found {num_layers} (times and payloads are those of one microbatch):"
         return ["", title, *table([header, *lines])]
 
     def _code(self) -> list[str]:
-        lines = []
-        for code in self.findings.code:
-            calls = _counted(code.functions)
-            lines.append([f"  {_place(code)}", calls or "-", _reads(code)])
-        alike = [
-            group[0]
-            if len(group) == 1
-            else [f"{group[0][0]} … ({len(group)} places)", *group[0][1:]]
-            for group in (list(g) for _, g in groupby(lines, key=lambda line: line[1:]))
+        rows = [
+            [f"  {_place(code)}", _counted(code.functions) or "-", _reads(code)]
+            for code in self.findings.code
         ]
-        return (
-            ["", "Code between layers, by the functions that it calls:", *table(alike)]
-            if lines
-            else []
-        )
+        if not rows:
+            return []
+        lines = []
+        for same, alike in groupby(rows, key=lambda row: row[1:]):
+            [place, *_], *others = alike
+            more = f" … ({len(others) + 1} places)" if others else ""
+            lines.append([place + more, *same])
+        return ["", "Code between layers, by the functions that it calls:", *table(lines)]
 
     def _notes(self) -> list[str]:
         found, notes = self.findings, []

@@ -161,7 +161,7 @@ class Trained:
     seconds: float
 
 
-class Watcher(Callback):
+class Recorder(Callback):
     """Records a run, without using hooks that would make the strategy do more."""
 
     def __init__(self) -> None:
@@ -293,7 +293,7 @@ def train(
         compare_with: the file of another run's.
     """
     begun = time.perf_counter()
-    watcher = Watcher()
+    watcher = Recorder()
     module, data, trainer = recipe.build(
         _arguments(watcher, batches.parent),
         {

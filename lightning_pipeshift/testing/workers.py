@@ -1,101 +1,61 @@
 """Rank processes that do one job after another, with a time limit for each.
 
 With new processes for every run, training many models, or one model many times, would mostly
-consist of importing torch. These processes are started once (:func:`start_method` says how), and
-reused. A job that raises, dies or hangs ends all of them; the next job gets new ones.
+consist of importing torch. These processes are started once (:func:`.processes.start_method` says
+how), and reused. ``run_ranks`` uses them for one job only.
+
+Distributed code that goes wrong often hangs: one rank waits for what another will never send. So
+every job here ends: a rank that raises ends the others after a grace period, and ranks that exceed
+the limit are killed. Each rank's outcome shows what it was doing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
-import functools
-import itertools
 import logging
 import multiprocessing
 import os
 import pickle
-import random
-import re
-import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import connection as mp_connection
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.errors import PipeShiftError
-
-STACK_SIGNAL = signal.SIGUSR2
-"""Makes a rank print the stacks of its threads."""
-
-RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
+from lightning_pipeshift.testing.processes import (
+    added_environment,
+    environment_without_ranks,
+    free_port,
+    kill_with_group,
+    lead_own_group_and_die_with_parent,
+    rank_variables,
+    start_method,
+    start_server,
+    state_of,
+    text_of,
+    write_output_to,
+    write_stacks_to,
+    written_stacks,
 )
-"""Variables that a launcher sets. The process that starts ranks may itself run under a launcher,
-with other ranks."""
 
-# How long the other ranks may continue, after one has failed.
+# For what a process does at once, unless it hangs, however busy the machine is.
+_LIMIT_SECONDS = 60.0
+
+# How long the other ranks of `Workers.run` may continue, after one has failed.
 _GRACE_SECONDS = 8.0
 
-# How long to wait for a rank's stacks: it is busy, otherwise they would not be requested.
-_STACKS_SECONDS = 20.0
-
-# The range of ports, and the number of ports for one process.
-_FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 100
-
-
-START_VARIABLE = "PIPESHIFT_TEST_START"
-"""The environment variable that says how to start ranks: see :func:`start_method`."""
-
-
-def start_method() -> str:
-    """How to start ranks, as ``multiprocessing`` calls it; the environment may say it.
-
-    ``"forkserver"`` where there is no accelerator: ranks are forked from a server that has imported
-    what they need, and start in milliseconds. ``"spawn"`` where there is one: fresh interpreters,
-    which take seconds. In a process that sees a GPU, libraries may start threads when they are
-    imported, and autograd starts one for each device; what a thread has locked when its process is
-    forked stays locked in the rank.
-    """
-    with added_environment(FORKED_LATER):
-        default = "spawn" if torch.accelerator.is_available() else "forkserver"
-    return os.environ.get(START_VARIABLE, default)
-
-
-@contextlib.contextmanager
-def added_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Context in which environment variables are set, for processes that start in it."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+_OUTPUT_TAIL_LINES = 40
+_HANG_TAIL_LINES = 400
 
 
 class JobFailedError(Exception):
@@ -123,39 +83,77 @@ class JobFailedError(Exception):
         return f"{self.kind}: {lines[0][:300]}"
 
 
-class _Answer(NamedTuple):
-    """The result of one rank's part in a job."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended."""
 
+    rank: int
     value: Any = None
-    kind: str | None = None
+    #: The name of the exception's class; ``"Died"`` for a process that ended without one,
+    #: ``"Killed"`` for a rank that was still running when its grace or the limit was over,
+    #: ``"Stuck"`` if all ranks returned and this one could not destroy its process group; None for
+    #: a rank that returned.
+    error_type: str | None = None
     message: str = ""
-    details: str = ""
+    #: The exception's traceback; for a rank that was killed, the stack of each of its threads.
+    traceback: str = ""
+    #: What the rank wrote to stdout and stderr.
+    output: str = ""
+    seconds: float = 0.0
+    #: Whether it is one of PipeShift's own errors, for something it does not support.
     is_refusal: bool = False
 
-    @classmethod
-    def of_failure(cls, error: BaseException) -> _Answer:
-        kind, is_refusal = type(error).__name__, isinstance(error, PipeShiftError)
-        return cls(None, kind, str(error), traceback.format_exc(), is_refusal)
+    @property
+    def failed(self) -> bool:
+        return self.error_type is not None
+
+    def __str__(self) -> str:
+        if not self.failed:
+            headline = f"rank {self.rank} returned after {self.seconds:.1f} s"
+        else:
+            headline = f"rank {self.rank} failed after {self.seconds:.1f} s with {self.error_type}"
+            headline += f": {self.message}"
+        # The stacks of a rank that hangs may be among its output.
+        return sections(headline, self.traceback, self.output, self.error_type == "Killed")
+
+
+def sections(headline: str, trace: str, output: str, hangs: bool) -> str:
+    """A part of an error message: a headline, a traceback, and the last lines of the output.
+
+    Args:
+        headline: what happened.
+        trace: the traceback, or the stacks; may be empty.
+        output: the whole output.
+        hangs: whether more of it is shown, as for a process that hangs.
+    """
+    text = f"==== {headline}\n"
+    if trace:
+        text += trace.rstrip() + "\n"
+    if output.strip():
+        lines = output.rstrip().splitlines()[-(_HANG_TAIL_LINES if hangs else _OUTPUT_TAIL_LINES) :]
+        text += f"---- its output (the last {len(lines)} lines)\n" + "\n".join(lines) + "\n"
+    return text
 
 
 class Workers:
-    """Rank processes, as many as the largest job needs.
+    """Rank processes, as many as the largest job so far has needed.
 
     Args:
-        size: how many.
         preloaded: names of modules that the server imports before it forks, if there is one. Its
             imports for earlier workers of this process remain.
-        folder: the working directory of jobs; by default :attr:`scratch`.
+        folder: the working directory of jobs; by default one in :attr:`scratch`.
+        is_quiet: whether the ranks drop warnings and all that is logged.
     """
 
-    def __init__(self, size: int, preloaded: Sequence[str], folder: Path | None = None) -> None:
-        self._size = size
-        self._folder = tempfile.TemporaryDirectory(prefix="pipeshift-workers-")
-        self._runs_in = folder or self.scratch
-        self._context: Any = multiprocessing.get_context(start_method())
-        self._context.set_forkserver_preload(list(preloaded))
-        self._processes: list[Any] = []
-        self._connections: list[mp_connection.Connection] = []
+    def __init__(
+        self, preloaded: Sequence[str], folder: Path | None = None, is_quiet: bool = True
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        self._runs_in = folder or self.scratch / "cwd"
+        self._runs_in.mkdir(parents=True, exist_ok=True)
+        self._is_quiet = is_quiet
+        self._preloaded = preloaded
+        self._ranks: list[_Rank] = []
 
     @property
     def scratch(self) -> Path:
@@ -165,8 +163,7 @@ class Workers:
     def run(
         self, function: Callable[..., Any], *args: Any, world_size: int, limit_seconds: float
     ) -> list[Any]:
-        """Calls a function on the first ranks, as one job under torchrun, with this process's
-        environment variables and one thread for each rank.
+        """Calls a function on the first ranks, as one job; see :meth:`outcomes`.
 
         Args:
             function: of a module; it is pickled by name.
@@ -178,28 +175,82 @@ class Workers:
             what each rank returned.
 
         Raises:
-            JobFailedError: a rank raised, died or hung.
+            JobFailedError: a rank raised, died or hung. The next job gets new processes.
         """
-        call = pickle.dumps((function, args))
-        if not self._processes:
-            self._start()
-        port = free_port()
-        for rank in range(world_size):
-            environment = environment_without_ranks() | rank_variables(rank, world_size, port)
-            self._connections[rank].send((environment, call))
-        try:
-            return self._await(world_size, limit_seconds)
-        except JobFailedError:
-            self.stop()
-            raise
+        call = pickle.dumps((function, args, {}))
+        outcomes = self.outcomes(call, world_size, limit_seconds, _GRACE_SECONDS)
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        if not failed:
+            return [outcome.value for outcome in outcomes]
+        self.stop()
+        # A rank that only reports another one's failure is not the cause.
+        last = ["Died", "StageFailedError", "Killed", "Stuck"]
+        first = min(
+            failed,
+            key=lambda each: (
+                last.index(each.error_type) if each.error_type in last else -1,
+                each.seconds,
+            ),
+        )
+        kind = str(first.error_type)
+        kind = {"Died": "crash", "Killed": "hang", "Stuck": "hang"}.get(kind, kind)
+        details = first.traceback
+        if kind == "hang":
+            details = "\n".join(f"rank {each.rank}:\n{each.traceback}" for each in failed)
+        raise JobFailedError(kind, first.message, details, first.is_refusal)
+
+    def outcomes(
+        self,
+        call: bytes,
+        world_size: int,
+        limit_seconds: float,
+        grace_seconds: float,
+        variables: dict[str, str] | None = None,
+    ) -> list[Outcome]:
+        """Makes a call on the first ranks, as one job under torchrun, with this process's
+        environment variables and one thread for each rank. If a rank has failed, the processes are
+        of no further use.
+
+        Args:
+            call: the function, its arguments, and those by name, pickled.
+            world_size: the number of ranks.
+            limit_seconds: after this time the ranks that still run are killed.
+            grace_seconds: likewise, once a rank has failed.
+            variables: further environment variables.
+
+        Returns:
+            how each rank ended.
+        """
+        port, common = free_port(), environment_without_ranks()
+        environments = [
+            common | rank_variables(rank, world_size, port) | (variables or {})
+            for rank in range(world_size)
+        ]
+        if not self._ranks:
+            start_server(tuple(self._preloaded))
+        for rank in range(len(self._ranks), world_size):
+            self._ranks.append(_Rank(rank, self.scratch, self._runs_in, self._is_quiet))
+            # Libraries of a fresh interpreter read some of it when they are imported.
+            with added_environment(environments[rank]):
+                self._ranks[rank].process.start()
+        ranks = self._ranks[:world_size]
+        for each, environment in zip(ranks, environments, strict=True):
+            each.begin((environment, call))
+        outcomes = _outcomes_of(ranks, limit_seconds, grace_seconds)
+        # Rank 0 serves the store of the process group: it may not leave before all have reported.
+        ranks = [each for each in ranks if each.process.is_alive()]
+        for each in ranks:
+            each.begin(({}, pickle.dumps((_leave_group, (), {}))))
+        left = _outcomes_of(ranks, _LIMIT_SECONDS, _LIMIT_SECONDS)
+        if any(each.failed for each in outcomes) or not any(each.failed for each in left):
+            return outcomes
+        return [replace(each, error_type="Stuck") if each.failed else each for each in left]
 
     def stop(self) -> None:
         """Kills all processes; the next job starts new ones."""
-        for process in self._processes:
-            kill_with_group(process, 10.0)
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
 
     def __enter__(self) -> Workers:
         return self
@@ -208,252 +259,161 @@ class Workers:
         self.stop()
         self._folder.cleanup()
 
-    def _start(self) -> None:
-        for rank in range(self._size):
-            ours, theirs = self._context.Pipe()
-            process: Any = self._context.Process(
-                target=_work, args=(theirs, rank, self.scratch, self._runs_in)
-            )
-            # The server, and a fresh interpreter, find the same modules as this process.
-            path = os.pathsep.join(filter(None, sys.path))
-            with added_environment({**FORKED_LATER, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
-                process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
 
-    def _await(self, world_size: int, limit_seconds: float) -> list[Any]:
-        answers: dict[int, _Answer] = {}
-        deadline = time.monotonic() + limit_seconds
-        while len(answers) < world_size and time.monotonic() < deadline:
-            waiting = [rank for rank in range(world_size) if rank not in answers]
-            handles: list[Any] = [self._connections[rank] for rank in waiting]
-            mp_connection.wait(handles, timeout=max(0.0, deadline - time.monotonic()))
-            for rank in waiting:
-                answer = self._answer_of(rank)
-                if answer is not None:
-                    answers[rank] = answer
-                    if answer.kind is not None:
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        failed = [answer for answer in answers.values() if answer.kind is not None]
-        if failed:
-            # A rank that only reports another one's failure is not the cause.
-            failed.sort(key=lambda answer: answer.kind in ("StageFailedError", "crash"))
-            first = failed[0]
-            raise JobFailedError(first.kind or "", first.message, first.details, first.is_refusal)
-        if len(answers) < world_size:
-            raise JobFailedError(
-                "hang", f"still running after {limit_seconds:g} s", self._stacks(world_size)
-            )
-        return [answers[rank].value for rank in range(world_size)]
-
-    def _answer_of(self, rank: int) -> _Answer | None:
-        connection = self._connections[rank]
-        try:
-            if connection.poll():
-                answer: _Answer = pickle.loads(connection.recv_bytes())
-                return answer
-        except (EOFError, ConnectionError):
-            self._processes[rank].join(5.0)
-        else:
-            return None
-        stack = self.scratch / f"rank{rank}.stack"
-        return _Answer(
-            kind="crash",
-            message=f"rank {rank} died, exit code {self._processes[rank].exitcode}",
-            details=stack.read_text(errors="replace") if stack.exists() else "",
-        )
-
-    def _stacks(self, world_size: int) -> str:
-        paths = [self.scratch / f"rank{rank}.stack" for rank in range(world_size)]
-        pids = [process.pid for process in self._processes[:world_size]]
-        texts = written_stacks(pids, paths, _STACKS_SECONDS)
-        return "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
-
-
-def written_stacks(pids: Sequence[int], paths: Sequence[Path], limit: float) -> list[str]:
-    """Makes processes write the stacks of their threads.
+class _Rank:
+    """One rank as its parent sees it.
 
     Args:
-        pids: the processes.
-        paths: the file of each of them.
-        limit: how many seconds to wait for them.
-
-    Returns:
-        the stacks that were written in time.
+        rank: its number.
+        scratch: the folder for its output and its stacks.
+        folder: see :class:`Workers`.
+        is_quiet: likewise.
     """
-    # A thread that answers blocks the signal meanwhile; some threads always block it.
-    always = [_threads_with_stack_signal(pid, "SigBlk") for pid in pids]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, STACK_SIGNAL)
-    deadline = time.monotonic() + limit
-    for pid, before in zip(pids, always, strict=True):
-        while time.monotonic() < deadline and (
-            _threads_with_stack_signal(pid, "ShdPnd")
-            or _threads_with_stack_signal(pid, "SigBlk") - before
-        ):
-            time.sleep(0.02)
-    return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
 
+    def __init__(self, rank: int, scratch: Path, folder: Path, is_quiet: bool) -> None:
+        self.rank = rank
+        self.outcome: Outcome | None = None
+        self.stack_path = scratch / f"rank{rank}.stack"
+        self._output_path = scratch / f"rank{rank}.output"
+        self._begun = 0.0
+        context: Any = multiprocessing.get_context(start_method())
+        self.connection, self._theirs = context.Pipe()
+        arguments = (self._theirs, self._output_path, self.stack_path, folder, is_quiet)
+        self.process = context.Process(target=_work, args=arguments)
 
-def _threads_with_stack_signal(pid: int, field: str) -> set[str]:
-    """The threads of a process that have the stack signal in a field of their status, which is a
-    set of signals: those that they block, or those that are pending for the process.
-    """
-    found = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+    def begin(self, job: tuple[dict[str, str], bytes]) -> None:
+        """Sends a job: further environment variables, and a call."""
+        # Only the rank has this end: then it is closed when the rank dies.
+        self._theirs.close()
+        self.outcome, self._begun = None, time.monotonic()
+        # A rank that has died is noticed by `pump`.
         with contextlib.suppress(OSError):
-            signals = re.search(rf"^{field}:\s*(\w+)$", path.read_text(), re.MULTILINE)
-            if signals is not None and int(signals[1], 16) >> (STACK_SIGNAL - 1) & 1:
-                found.add(path.parent.name)
-    return found
+            self.connection.send(job)
+
+    def pump(self) -> None:
+        """Takes in the outcome, if the rank has sent one or has died without."""
+        died = not self.process.is_alive()
+        try:
+            if self.connection.poll():
+                self._finish(**pickle.loads(self.connection.recv_bytes()))
+                return
+        except (EOFError, ConnectionError):
+            self.process.join(timeout=_LIMIT_SECONDS)
+            died = True
+        if died:
+            message = f"rank {self.rank} died, exit code {self.process.exitcode}"
+            self.fail("Died", message, text_of(self.stack_path))
+
+    def fail(self, error_type: str, message: str, trace: str) -> None:
+        """Notes a failure that the rank did not report itself."""
+        seconds = time.monotonic() - self._begun
+        self._finish(error_type=error_type, message=message, traceback=trace, seconds=seconds)
+
+    def _finish(self, **fields: Any) -> None:
+        self.outcome = Outcome(self.rank, output=text_of(self._output_path), **fields)
+
+    def kill(self) -> None:
+        """Ends the process and what it has started."""
+        if self.process.pid is not None and not self.connection.closed:
+            kill_with_group(self.process, _LIMIT_SECONDS)
+        self.connection.close()
 
 
-def free_port() -> int:
-    """A port that no other process takes before it is bound.
-
-    It is below those that the kernel uses for outgoing connections, and from a block that is
-    reserved for this process until it ends; the block's ports are used in turn.
-    """
-    _, ports = _own_ports(os.getpid())
-    for _ in range(_BLOCK - 1):
-        port = next(ports)
-        # Connections of an earlier store that have ended and wait for stray packets do not prevent
-        # the next one.
-        held = _bound(port, beside_ended=True)
-        if held is not None:
-            held.close()
-            return port
-    raise OSError(f"all ports around {port} are taken")
-
-
-@functools.cache
-def _own_ports(process: int) -> tuple[socket.socket, Iterator[int]]:
-    """The first port of a block, bound, which reserves the block; and the rest of it.
-
-    Args:
-        process: its owner; a forked process has a block of its own.
-    """
-    blocks = list(range(_FIRST_PORT, _LAST_PORT, _BLOCK))
-    random.SystemRandom().shuffle(blocks)
-    for first in blocks:
-        held = _bound(first)
-        if held is not None:
-            return held, itertools.cycle(range(first + 1, first + _BLOCK))
-    raise OSError(f"all blocks of ports from {_FIRST_PORT} to {_LAST_PORT} are taken")
+def _outcomes_of(
+    ranks: Sequence[_Rank], limit_seconds: float, grace_seconds: float
+) -> list[Outcome]:
+    """Waits until every rank has an outcome, or is killed as too late."""
+    deadline = time.monotonic() + limit_seconds
+    first_failure: Outcome | None = None
+    while waiting := [rank for rank in ranks if rank.outcome is None]:
+        now = time.monotonic()
+        if now >= deadline:
+            break
+        handles: list[Any] = []
+        for rank in waiting:
+            handles += [rank.connection, rank.process.sentinel]
+        mp_connection.wait(handles, timeout=deadline - now)
+        for rank in waiting:
+            rank.pump()
+            if first_failure is None and rank.outcome is not None and rank.outcome.failed:
+                first_failure = rank.outcome
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+    message = f"still running after {limit_seconds:g} s"
+    if first_failure is not None:
+        message = f"still running {grace_seconds:g} s after rank {first_failure.rank} failed"
+    for rank, trace in zip(waiting, _stacks_of(waiting), strict=True):
+        rank.fail("Killed", message, trace)
+        rank.kill()
+    return [rank.outcome for rank in ranks if rank.outcome is not None]
 
 
-def _bound(port: int, beside_ended: bool = False) -> socket.socket | None:
-    """A socket bound to a port; ``None`` if another process has it.
-
-    Args:
-        port: the port.
-        beside_ended: whether connections that have ended (TIME_WAIT) may still use it.
-    """
-    found = socket.socket()
-    if beside_ended:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind(("", port))
-    except OSError:
-        found.close()
-        return None
-    return found
+def _stacks_of(ranks: Sequence[_Rank]) -> list[str]:
+    """The stacks of the threads of each rank, which are requested now."""
+    pids = [rank.process.pid for rank in ranks]
+    texts = written_stacks(pids, [rank.stack_path for rank in ranks], _LIMIT_SECONDS)
+    return [
+        text or f"(it gave no stack: {state_of(pid)})"
+        for pid, text in zip(pids, texts, strict=True)
+    ]
 
 
-def lead_own_group_and_die_with_parent() -> None:
-    """Makes this process lead a process group, and end together with its parent: the process that
-    starts ranks, or the server that forks them, which ends with that process.
-    """
-    os.setsid()
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+# --- in a rank ---
 
 
-def kill_with_group(process: Any, limit: float) -> None:
-    """Kills a process and what it has started, and waits for its end: ``limit`` seconds at most."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # it may not lead its group yet
-    process.join(limit)
-
-
-def environment_without_ranks() -> dict[str, str]:
-    """This process's environment variables, without those that a launcher has set for it."""
-    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-
-
-def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The environment variables that torchrun sets for a worker, on one host."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "ROLE_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"ranks-{port}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def write_stacks_to(file: IO[str]) -> None:
-    """Makes this process write the stacks of its threads when it gets ``STACK_SIGNAL``, or crashes.
-
-    Lightning puts every signal's handler back when a run ends, and Python knows nothing of those of
-    faulthandler: they would become the default, and the request for stacks would be deadly.
-    """
-    faulthandler.enable(file=file, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
-    set_handler = signal.signal
-    ours = {STACK_SIGNAL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE}
-
-    def signal_of_others(number: int, handler: Any) -> Any:
-        if number in ours and handler == signal.SIG_DFL:
-            return handler
-        return set_handler(number, handler)
-
-    signal.signal = signal_of_others  # type: ignore[assignment]
-
-
-def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder: Path) -> NoReturn:
-    """The main loop of a rank: receive a job, run it, answer."""
+def _work(
+    connection: mp_connection.Connection,
+    output_path: Path,
+    stack_path: Path,
+    folder: Path,
+    is_quiet: bool,
+) -> NoReturn:
+    """The main loop of a rank: receive a job, run it, report."""
     lead_own_group_and_die_with_parent()
-    os.chdir(folder)
-    output = os.open(scratch / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    stacks = (scratch / f"rank{rank}.stack").open("w")
+    write_output_to(output_path)
+    stacks = stack_path.open("w")
     write_stacks_to(stacks)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    # Libraries' warnings about tiny models (a size that divides badly, a cache that is off).
-    logging.disable(logging.ERROR)
-    while True:
-        try:
+    # A fork inherits NumPy's state; fresh processes would each have drawn one of their own.
+    np.random.seed()
+    if is_quiet:
+        warnings.filterwarnings("ignore")
+        # Libraries' warnings about tiny models (a size that divides badly, a cache that is off).
+        logging.disable(logging.ERROR)
+    # Whatever a job left behind (threads, loader workers) must not hold up the exit.
+    with contextlib.suppress(EOFError, OSError):
+        while True:
             environment, call = connection.recv()
-        except (EOFError, ConnectionError):
-            os._exit(0)
-        os.environ.clear()
-        os.environ.update(environment)
-        try:
-            function, args = pickle.loads(call)
-            answer = _Answer(function(*args))
-        except BaseException as error:
-            answer = _Answer.of_failure(error)
-        try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        except Exception as error:
-            if answer.kind is None:
-                answer = _Answer.of_failure(error)
-        sys.stdout.flush()
-        connection.send_bytes(pickle.dumps(answer))
+            if environment:
+                os.environ.clear()
+                os.environ.update(environment)
+            os.chdir(folder)
+            os.ftruncate(1, 0)
+            connection.send_bytes(_report_of(call))
+    os._exit(0)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _report_of(call: bytes) -> bytes:
+    """Makes a call; returns the fields of its :class:`Outcome`, pickled."""
+    begun = time.monotonic()
+    try:
+        function, args, kwargs = pickle.loads(call)
+        value = function(*args, **kwargs)
+        report = pickle.dumps({"value": value, "seconds": time.monotonic() - begun})
+    except BaseException as error:  # SystemExit is a failure of a rank as well
+        report = pickle.dumps(
+            {
+                "error_type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "seconds": time.monotonic() - begun,
+                "is_refusal": isinstance(error, PipeShiftError),
+            }
+        )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return report

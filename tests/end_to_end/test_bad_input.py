@@ -32,7 +32,7 @@ from lightning_pipeshift import (
     PlanError,
     ScheduleError,
 )
-from lightning_pipeshift.testing.ranks import Outcome, run_ranks
+from lightning_pipeshift.testing import Outcome, run_ranks
 from tests.features_models import (
     built,
     differences,

@@ -27,7 +27,7 @@ from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.planning.probe import probe
-from lightning_pipeshift.testing.ranks import Outcome, run_ranks
+from lightning_pipeshift.testing import Outcome, run_ranks
 from tests.end_to_end.test_changing_plans import Adopts, Trains
 from tests.end_to_end.test_cuda import assert_same
 from tests.features_models import QUIET, built, parameters_of

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
+from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import run_ranks
-from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import quiet_trainer
 from tests.models import LayersOfItsOwn, points
 

@@ -17,7 +17,7 @@ import os
 import lightning.pytorch as L
 import torch
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.testing.workers import free_port
+from lightning_pipeshift.testing.processes import free_port
 from tests.features_models import QUIET
 from tests.models import LayersOfItsOwn, points
 

@@ -27,8 +27,8 @@ from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import run_ranks
-from lightning_pipeshift.testing.workers import free_port
 from tests import ROOT
 from tests.end_to_end.test_changing_plans import go_by_sleep, hearing
 from tests.end_to_end.test_stage_orders import Heavy

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftCheckpointIO
 from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import launch_script, launch_torchrun, run_ranks
-from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import built, on_rank, parameters_of, quiet_trainer
 from tests.models import SequentialMLP, points
 

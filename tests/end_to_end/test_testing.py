@@ -59,7 +59,7 @@ def server() -> None:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with Workers(2, PRELOADED) as started:
+    with Workers(PRELOADED) as started:
         yield started
 
 
@@ -110,7 +110,7 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs(
     line: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun, waits = time.monotonic(), workers.scratch / WAITS
+    begun, waits = time.monotonic(), workers.scratch / "cwd" / WAITS
 
     def monotonic() -> float:
         """The limit begins when there is something that hangs."""

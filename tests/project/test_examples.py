@@ -24,8 +24,8 @@ from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.testing import sleeping
+from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import launch_script, run_ranks
-from lightning_pipeshift.testing.workers import free_port
 from tests import ROOT
 from tests.end_to_end.test_changing_plans import go_by_sleep, sleep
 from tests.features_models import differences, on_one_device, on_rank, plain, quiet_trainer

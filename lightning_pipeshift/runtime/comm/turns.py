@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 # What may be on its way to a rank: so much that the link is never idle while a thread wakes up, and
@@ -157,7 +157,7 @@ class Turns:
         self._queues: dict[int, _Queue] = {}
         self._numbers = count()
         self._counted: dict[int, _Counted] = {}
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of blocks."""
         self._asked: dict[tuple[int, Urgency], deque[float]] = {}
         """When the blocks that are on their way were ready, if they are recorded."""

@@ -29,7 +29,7 @@ from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpo
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 
@@ -220,7 +220,7 @@ class Aggregation:
         self._num_owners: PostedSum | None = None
         self.exposed_seconds = 0.0
         """How long the last step has waited for its sums, in seconds."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of these waits."""
         # By identity of the parameter. A frozen one gets no hook until it is trained.
         self._handles: dict[int, Any] = {}

@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 
@@ -80,7 +80,7 @@ class Rings:
         self._rank = rank
         self.watched = watched
         self._turns = turns or Turns()
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of the rings."""
         self.open_lanes(1)
         # One for every piece in progress: with fewer threads, two members that have started rings

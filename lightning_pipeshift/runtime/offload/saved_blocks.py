@@ -19,7 +19,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import place_in_forward
 from lightning_pipeshift.runtime.offload.copying import Ticket, nothing
 from lightning_pipeshift.runtime.offload.host_copies import Traffic
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 
@@ -97,7 +97,7 @@ class BlockMover:
         self._use_memory = advance
         self._name_of = name_of
         self.traffic = Traffic()
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of blocks that leave and come back."""
         self.lock: AbstractContextManager[Any] = threading.RLock()
         # In each direction they end in their order.

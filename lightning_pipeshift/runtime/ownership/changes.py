@@ -14,7 +14,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 
 
 class _Requests:
@@ -24,7 +24,7 @@ class _Requests:
         self._wanted: deque[Plan] = deque()
         self.next: Plan | None = None
         """The plan whose layers are on their way, and that is not in force yet."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of waits for layers."""
 
     @property
@@ -148,7 +148,7 @@ class LiveChanges(_Requests):
         # The cut-over of the last change that has begun, and the number of its update.
         self._last = self._last_update = -(2**62)
 
-    def record(self, recorder: Watcher | None) -> None:
+    def record(self, recorder: Recorder | None) -> None:
         """Sets who takes notes of waits for layers."""
         self.recorder = recorder
         if self.migration is not None:

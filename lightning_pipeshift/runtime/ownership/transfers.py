@@ -30,7 +30,7 @@ from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, ta
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.recording.watcher import Watcher
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
@@ -190,7 +190,7 @@ class Transfers:
         """How long training has waited for the move on this stage so far."""
         self.transfer_seconds = 0.0
         """How long this stage has been receiving weights, beside training."""
-        self.recorder: Watcher | None = None
+        self.recorder: Recorder | None = None
         """Takes notes of training's waits."""
         self._has_begun = False
         """Whether the new owners own their layers."""

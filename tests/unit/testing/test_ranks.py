@@ -21,7 +21,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from lightning_pipeshift.testing import ranks
+from lightning_pipeshift.testing import ranks, workers
+from lightning_pipeshift.testing.processes import START_VARIABLE, start_method
 from lightning_pipeshift.testing.ranks import (
     LaunchFailed,
     RanksFailed,
@@ -29,7 +30,6 @@ from lightning_pipeshift.testing.ranks import (
     launch_torchrun,
     run_ranks,
 )
-from lightning_pipeshift.testing.workers import START_VARIABLE, start_method
 
 forked = pytest.mark.skipif(start_method() != "forkserver", reason="with a GPU no rank is forked")
 
@@ -186,7 +186,8 @@ def clock_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[in
             return begun if is_waiting else time.monotonic()
 
         clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
-        monkeypatch.setattr(ranks, "time", clock)
+        for module in (ranks, workers):
+            monkeypatch.setattr(module, "time", clock)
 
     return wait_for
 
@@ -426,7 +427,7 @@ if __name__ == "__main__":
     torch.accelerator.is_available = lambda: True
     ranks.PRELOADED_MODULES[:] = ["starts_a_thread", "tests.quick_start"]
     found = set(ranks.run_ranks(os.getppid, 1))
-    with Workers(1, ["starts_a_thread"]) as workers:
+    with Workers(["starts_a_thread"]) as workers:
         found.update(workers.run(os.getppid, world_size=1, limit_seconds=200.0))
     print("their parents:", found == {os.getpid()})
 """
