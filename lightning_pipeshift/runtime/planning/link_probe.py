@@ -185,6 +185,11 @@ def levelled(values: Sequence[float], ratio: float) -> list[float]:
 
 
 def ranks_by(names: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that have each of some names.
+
+    Args:
+        names: by rank.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         ranks.setdefault(name, []).append(rank)
