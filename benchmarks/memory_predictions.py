@@ -45,7 +45,7 @@ from lightning_pipeshift import KeepAll, MemoryCompression, PipeShiftStrategy, P
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy, SwapAll, TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice
 from lightning_pipeshift.runtime.offload import stage_memory
-from lightning_pipeshift.runtime.offload.copying import Copier, Copy, ThreadCopier
+from lightning_pipeshift.runtime.offload.copying import Copier, ThreadCopier, Ticket
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
@@ -123,7 +123,7 @@ class SlowLink(ThreadCopier):
 
     takes_processor = False
 
-    def _submit(self, line: Any, work: Callable[[], Any], done: Callable[[], None]) -> Copy:
+    def _submit(self, way: str, work: Callable[[], Any], done: Callable[[], None]) -> Ticket:
         def slowly() -> None:
             begun = time.perf_counter()
             with _CopiedBytes() as copied:
@@ -131,7 +131,7 @@ class SlowLink(ThreadCopier):
             left = copied.num_bytes / BYTES_PER_SECOND - (time.perf_counter() - begun)
             time.sleep(max(0.0, left))
 
-        return super()._submit(line, slowly, done)
+        return super()._submit(way, slowly, done)
 
 
 class _CopiedBytes(TorchDispatchMode):

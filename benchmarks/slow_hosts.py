@@ -48,7 +48,7 @@ from benchmarks.measuring import arguments, print_table, save
 from benchmarks.placements import Repeated
 from benchmarks.unequal_devices import CGROUP
 from lightning_pipeshift import LayerMigration, PipeShiftStrategy
-from lightning_pipeshift.runtime.planning import probe, replanning
+from lightning_pipeshift.runtime.planning import probe, replanning, slow_rank
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.sleeping import Sleeper
 from tests.features_models import parameters_of, quiet_trainer
@@ -249,7 +249,7 @@ def train(case: Case, phases: Phases, counts: tuple[int, ...], moves: bool, pati
     L.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     WORK["now"] = compute_seconds if case.kind == "quota" else run_seconds
-    replanning.time_slices = slices  # type: ignore[attr-defined]
+    slow_rank.time_slices = slices  # type: ignore[attr-defined]
     replanning.probe = partial(probe.probe, slices=slices)  # type: ignore[attr-defined]
     fault = Fault(case) if os.environ["RANK"] == "1" else None
     watches = Watches(fault, phases)

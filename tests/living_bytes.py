@@ -100,5 +100,6 @@ def room_bytes(strategy: Any) -> int:
     pipeline = strategy.pipeline
     stage = pipeline.channels.stage
     own = pipeline.plan.placement.layers_of(pipeline.vm, stage)
-    found: int = pipeline.planning.room_bytes(pipeline.plan, pipeline.vm, stage, own)
+    counted = pipeline.planning.stage_bytes(pipeline.plan, pipeline.vm, stage)
+    found: int = counted.room(own)
     return found

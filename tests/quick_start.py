@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.runtime.planning import probe
+from lightning_pipeshift.runtime.planning import link_probe, probe
 from lightning_pipeshift.testing.processes import STACK_SIGNAL, free_port, rank_variables
 from lightning_pipeshift.testing.training import QUIET
 from tests.models import ZOO
@@ -33,9 +33,9 @@ def _measure_briefly() -> None:
     """A run measures its devices and links for 0.1 s of processor time in each rank, as much as all
     else that a small model's run does. The smallest measurement goes through the same code.
     """
-    vars(probe).update(
-        _SLICES_SECONDS=0.0, _MOST_BYTES=probe._FIRST_BYTES, _MOST_DEVICE_BYTES=probe._FIRST_BYTES
-    )
+    few = link_probe._FIRST_BYTES
+    vars(probe).update(_SLICES_SECONDS=0.0)
+    vars(link_probe).update(_MOST_BYTES=few, _MOST_DEVICE_BYTES=few)
 
 
 def _list_packages_once() -> None:

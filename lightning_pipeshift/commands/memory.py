@@ -12,8 +12,8 @@ from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
-from lightning_pipeshift.plan.offload.policy_choices import records
+from lightning_pipeshift.plan.offload.memory_report import report
+from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 
 
@@ -42,14 +42,16 @@ def main(arguments: Sequence[str]) -> None:
     machines = machines_of(strategy)
     if machines is None:
         return
-    for vm, machine in enumerate(machines):
+    for vm, (problem, found) in enumerate(machines):
         if len(machines) > 1:
             print(f"\n════ virtual machine {vm} (one replica of the pipeline) ".ljust(100, "═"))
-        print(report(machine))
+        print(report(problem, found))
 
 
-def machines_of(strategy: Any) -> list[MachineMemory] | None:
-    """The memory of each virtual machine: on the first rank, once it has measured."""
+def machines_of(strategy: Any) -> list[tuple[Problem, Compressed]] | None:
+    """What :func:`report` takes, of each virtual machine: on the first rank, once it has
+    measured.
+    """
     pipeline = strategy.pipeline
     measured, settings = pipeline.planning.measured, pipeline.settings
     if measured is None:
@@ -59,20 +61,8 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
     problems = replace(measured, ranks=topology.ranks).problems(
         plan.schedule, plan.microbatches, Planned()
     )
-    machines = []
+    found = []
     for vm, problem in enumerate(problems):
-        cut, swaps = plan.cut(vm), plan.swapped(vm)
-        footprints = problem.footprints
-        machines.append(
-            MachineMemory(
-                profile,
-                cut,
-                swaps,
-                problem.links,
-                tuple(records(problem, cut.counts)),
-                footprints.of(cut, swaps),
-                footprints.of(Cut(cut.counts)),
-                tuple(limit.budget_bytes for limit in problem.limits),
-            )
-        )
-    return machines
+        cut, swaps, of = plan.cut(vm), plan.swapped(vm), problem.footprints.of
+        found.append((problem, Compressed(cut, swaps, of(cut, swaps), of(Cut(cut.counts)))))
+    return found

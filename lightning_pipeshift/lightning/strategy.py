@@ -603,8 +603,8 @@ class PipeShiftStrategy(ParallelStrategy):
         options = replace(self._options, profile_steps=self.steps_to_measure)
         if self._microbatches is not None:
             options = replace(options, microbatches=self._microbatches)
-        return Settings.of(
-            options,
+        return Settings(
+            **vars(options),
             seed=seed,
             only_measures=self._only_measures,
             watch=self._watch,

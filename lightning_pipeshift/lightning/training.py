@@ -121,13 +121,13 @@ class TrainingSteps:
         require_same_lengths_over_replicas(length, pipeline.replicas)
         if max(pipeline.replicas.topology.stages_per_vm) > 1:
             check_updates(self._trainer.optimizers, pipeline.channels.device)
-        pipeline.planning.state_stays = stays = why_state_stays(self._trainer.optimizers)
+        pipeline.planning.model.state_stays = stays = why_state_stays(self._trainer.optimizers)
         if pipeline.memory is not None and not stays and not self.steps_itself:
             pipeline.memory.take_steps_of(self._trainer.optimizers)
         if pipeline.replicas.count > 1 and not self.steps_itself:
             reason = why_all_gradients(self._trainer)
             self._leaves_late = not reason and pipeline.settings.overlap_updates
-            pipeline.planning.overlaps_updates = self._leaves_late
+            pipeline.planning.model.overlaps_updates = self._leaves_late
             pipeline.needs_norms = only_clips_by_norm(self._trainer)
             if reason:
                 self._say(f"the optimizer waits until all gradients are summed: {reason}.")

@@ -615,7 +615,7 @@ class AsynchronousPipeline(Pipeline):
             self._check_batch(given.batch, given.batch_idx)
         ((part, size),) = split(given.batch, 1)
         planning, profiler = self.planning, self.planning.profiler
-        planning.note_samples(size)
+        planning.model.note_samples(size)
         self._prepare(self._key("train", given.step_number, 0), given.step, part)
         self._optimizers = given.optimizers
         minibatches = self._minibatches or self._make_minibatches()

@@ -385,10 +385,9 @@ class Pipeline:
             trains: whether the run trains.
         """
         layers = [each.layer for each in self._layers]
-        self.planning.shared = shared_weights(self.root, layers, seen.uses)
         # No GPU has run this yet: there, only a user's own plan moves weights.
         may_move = self.channels.device.type == "cpu"
-        self.planning.waiting_bytes = {
+        waiting_bytes = {
             layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
             for layer, parameters in self._only_theirs(seen.uses).items()
             if may_move
@@ -403,6 +402,8 @@ class Pipeline:
             bytes_of(x for x in leaves_of(batch) if self._is_here(x)),
             trains,
             self.memory if trains else None,
+            shared_weights(self.root, layers, seen.uses),
+            waiting_bytes,
         )
 
     def _only_theirs(self, uses: Iterable[ParameterUse]) -> dict[int, list[nn.Parameter]]:
@@ -578,20 +579,16 @@ class Pipeline:
     def _follow_with_memory(self) -> None:
         if self.memory is None:
             return
-        stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
-        waiting = self.plan.weights_on_host_of(self.vm)
+        stage = self.channels.stage
         own = self.plan.placement.layers_of(self.vm, stage)
         runs = {*own, *self._layers_on_their_way}
-        window_bytes = self.planning.window_bytes([layer for layer in own if layer in waiting])
+        counted = self.planning.stage_bytes(self.plan, self.vm, stage)
         self._held_twice = self.changes.held_twice
         self.memory.follow(
             self.plan,
             self.vm,
-            self.planning.static_bytes(stage, self.channels.num_stages, runs, on_host, waiting),
+            counted.taken(runs, *self._held_twice),
             self.planning.profiler.expected_bytes,
-            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting)
-            + window_bytes
-            + self.planning.room_bytes(self.plan, self.vm, stage, runs),
         )
         self._note_state_on_host()
         assert self.holdings is not None
@@ -602,9 +599,9 @@ class Pipeline:
             self._optimizers,
             {layer: list(self._layers[layer].layer.parameters()) for layer in own},
             {layer: only_theirs.get(layer, []) for layer in own},
-            window_bytes,
-            self.planning.optimizer_bytes,
-            self.planning.state_stays,
+            counted.window,
+            self.planning.model.optimizer_bytes,
+            self.planning.model.state_stays,
         )
         for each in self._layers:
             comes_and_goes = each.index in self.memory.weights.layers
@@ -1170,7 +1167,7 @@ class Pipeline:
         self.is_to_end = self._votes.are_for_end
         assert self.core is not None
         if self.core.result_bytes and not self._is_timed:
-            self.planning.note_results(self.core.result_bytes, self.core.kinds)
+            self.planning.model.note_results(self.core.result_bytes, self.core.kinds)
         self.core.result_bytes.clear()
         if self.changes.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
@@ -1189,7 +1186,7 @@ class Pipeline:
         """
         number = self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         slices = split(given.batch, number)
-        self.planning.note_samples(sum(size for _, size in slices))
+        self.planning.model.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
         if self.changes.migration is not None:

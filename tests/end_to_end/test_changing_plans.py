@@ -29,7 +29,7 @@ from lightning_pipeshift import PlanError
 from lightning_pipeshift.devices import streams
 from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.runtime.planning import delivered, move_parts, probe, profiling, replanning
+from lightning_pipeshift.runtime.planning import link_probe, move_parts, probe, profiling, slow_rank
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.cases import some
 from tests.features_models import (
@@ -447,12 +447,11 @@ def go_by_sleep() -> None:
     # Neither the estimates before the first step nor the links depend on what else runs here.
     measure.time = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"])  # type: ignore[assignment,attr-defined]
     # Nor does what a rank delivers later; its clock stands still while it waits for others.
-    delivered._PROBED_PART = 1e6  # type: ignore[misc]
-    replanning.time_slices = lambda *_: [1e-9 * SLOW["factor"]]  # type: ignore[attr-defined]
+    slow_rank._PROBED_PART = 1e6  # type: ignore[misc]
+    slow_rank.time_slices = lambda *_: [1e-9 * SLOW["factor"]]  # type: ignore[attr-defined]
     ticks = itertools.count()
-    probe.time = SimpleNamespace(  # type: ignore[assignment,attr-defined]
-        perf_counter=lambda: 1e-4 * next(ticks), monotonic=time.monotonic
-    )
+    clock = SimpleNamespace(perf_counter=lambda: 1e-4 * next(ticks), monotonic=time.monotonic)
+    probe.time = link_probe.time = clock  # type: ignore[assignment,attr-defined]
 
 
 class Sleeps(torch.autograd.Function):

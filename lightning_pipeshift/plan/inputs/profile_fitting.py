@@ -92,21 +92,18 @@ class RankFigures:
 
 
 def profile_of(
-    layers: Sequence[LayerProfile],
+    model: Profile,
     cluster: Cluster,
     figures: Sequence[RankFigures],
-    samples: float,
-    microbatches: int,
 ) -> tuple[Profile, Cluster]:
     """The profile, and the cluster with each device's speed relative to its kind.
 
     Args:
-        layers: properties that need no measurement; measured bytes replace those in them.
+        model: what needs no measurement; measured bytes replace those in it.
         cluster: the machines.
         figures: by rank.
-        samples: of a microbatch.
-        microbatches: of a step.
     """
+    layers = model.layers
     estimated = {
         kind: _estimated(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
         for kind in cluster.kinds
@@ -138,11 +135,10 @@ def profile_of(
             tuple(f for f, _ in table), tuple(b for _, b in table), *action, *tail
         )
     outside = [mine.outside_seconds for mine in figures if mine.outside_seconds is not None]
-    profile = Profile(
+    profile = replace(
+        model,
         layers=tuple(_with_bytes(layer, index, figures) for index, layer in enumerate(layers)),
         kinds=kinds,
-        samples=samples,
-        microbatches=microbatches,
         # The stage that ends last does not wait for other stages before its next step.
         step_seconds=min(outside) if outside else 0.0,
     )

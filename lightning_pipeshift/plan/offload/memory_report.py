@@ -5,49 +5,25 @@ in text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Final
 
 import numpy as np
 
-from lightning_pipeshift.plan.cost.memory_model import Footprint, tensors_of
+from lightning_pipeshift.plan.cost.memory_model import parts_of, tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
-from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.plan.offload.policy_choices import records
+from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.text import bytes_text, seconds_text, table
 
 _WIDTH: Final = 82
 _HEIGHT: Final = 6
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True)
-class MachineMemory:
-    """The memory of one virtual machine, for a report.
-
-    Args:
-        profile: of the model.
-        cut: the owners of the layers, and the recomputed layers.
-        swaps: the swapped tensors.
-        links: of the virtual machine.
-        records: of all saved tensors.
-        footprint: time and memory of the plan.
-        uncompressed: those without swaps.
-        budget_bytes: of each stage.
-    """
-
-    profile: Profile
-    cut: Cut
-    swaps: tuple[Swap, ...]
-    links: Links
-    records: tuple[TensorRecord, ...]
-    footprint: Footprint
-    uncompressed: Footprint
-    budget_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -62,13 +38,18 @@ class _Line:
     idle_seconds: float = field(compare=False, hash=False)
 
 
-def report(machine: MachineMemory) -> str:
-    """The table and the pictures of one virtual machine."""
-    parts = []
-    for stage in range(len(machine.budget_bytes)):
-        parts += ["", *_stage(machine, stage)]
-    step, before = (found.seconds for found in (machine.footprint, machine.uncompressed))
-    what = "a step" if machine.footprint.timeline.is_one_step else "a minibatch"
+def report(problem: Problem, found: Compressed) -> str:
+    """The table and the pictures of one virtual machine.
+
+    Args:
+        problem: the virtual machine's.
+        found: its cut, and how its saved tensors are handled.
+    """
+    parts, of_tensors = [], list(records(problem, found.cut.counts))
+    for stage in range(len(problem.limits)):
+        parts += ["", *_stage(problem, found, of_tensors, stage)]
+    step, before = found.seconds, found.uncompressed.seconds
+    what = "a step" if found.footprint.timeline.is_one_step else "a minibatch"
     parts += [
         "",
         f"{what}: {step:.4g} s by the simulator, {before:.4g} s if all stays on the devices"
@@ -79,9 +60,11 @@ def report(machine: MachineMemory) -> str:
     return "\n".join(line.rstrip() for line in parts[1:])
 
 
-def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
-    found, before = machine.footprint, machine.uncompressed
-    budget = machine.budget_bytes[stage]
+def _stage(
+    problem: Problem, compressed: Compressed, of_tensors: Sequence[TensorRecord], stage: int
+) -> Iterator[str]:
+    found, before = compressed.footprint, compressed.uncompressed
+    budget = problem.limits[stage].budget_bytes
     limit = f" of {bytes_text(budget)}" if math.isfinite(budget) else ""
     yield (
         f"── stage {stage}: at most {bytes_text(found.peak_bytes[stage])}{limit}"
@@ -90,8 +73,8 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
         f" {bytes_text(found.momentary_bytes[stage])} for a moment;"
         f" {bytes_text(before.peak_bytes[stage])} if all stays) "
     ).ljust(100, "─")
-    yield from _state_on_host(machine, stage)
-    yield from _table(machine, stage)
+    yield from _state_on_host(problem, compressed.cut, stage)
+    yield from _table(problem, compressed, of_tensors, stage)
     yield ""
     yield from picture(
         found.traces[stage],
@@ -101,23 +84,23 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     )
 
 
-def _state_on_host(machine: MachineMemory, stage: int) -> Iterator[str]:
+def _state_on_host(problem: Problem, cut: Cut, stage: int) -> Iterator[str]:
     """The optimizer state and weights that are in host memory, in words."""
-    own, layers = range(*machine.cut.bounds[stage : stage + 2]), machine.profile.layers
+    own, layers = range(*cut.bounds[stage : stage + 2]), problem.profile.layers
     for what, sizes, when in (
         (
             "the optimizer's state",
-            [layers[n].optimizer_bytes for n in own if n in machine.cut.optimizer_on_host],
+            [layers[n].optimizer_bytes for n in own if n in cut.optimizer_on_host],
             "is on the host between steps: {} each way, in every update",
         ),
         (
             "the weights",
-            [layers[n].waiting_bytes for n in own if n in machine.cut.weights_on_host],
+            [layers[n].waiting_bytes for n in own if n in cut.weights_on_host],
             "wait on the host: {} in every forward and backward, and each way in every update",
         ),
     ):
         if sizes:
-            seconds = sum(machine.links.seconds(stage, HOST, size) for size in sizes)
+            seconds = sum(problem.links.seconds(stage, HOST, size) for size in sizes)
             yield (
                 f"{what} of {len(sizes)} of {len(own)} layers ({bytes_text(sum(sizes))})"
                 f" {when.format(_time_text(seconds))}; the largest layer's have"
@@ -128,17 +111,21 @@ def _state_on_host(machine: MachineMemory, stage: int) -> Iterator[str]:
 # --- the table ---
 
 
-def _table(machine: MachineMemory, stage: int) -> Iterator[str]:
-    begin, end = machine.cut.bounds[stage : stage + 2]
+def _table(
+    problem: Problem, found: Compressed, of_tensors: Sequence[TensorRecord], stage: int
+) -> Iterator[str]:
+    begin, end = found.cut.bounds[stage : stage + 2]
     rows = [("layers", "tensor", "made by", "shape", "bytes", "idle for", "", "costs")]
-    layers = [(index, tuple(_lines(machine, index))) for index in range(begin, end)]
+    layers = [
+        (index, tuple(_lines(problem, found, of_tensors, index))) for index in range(begin, end)
+    ]
     for lines, alike in groupby(layers, key=lambda pair: pair[1]):
         group = list(alike)
         indices = [index for index, _ in group]
-        idle_seconds = [[line.idle_seconds for line in found] for _, found in group]
-        names = machine.profile.layers[indices[0]].name
+        idle_seconds = [[line.idle_seconds for line in shown] for _, shown in group]
+        names = problem.profile.layers[indices[0]].name
         if len(indices) > 1:
-            last = machine.profile.layers[indices[-1]].name
+            last = problem.profile.layers[indices[-1]].name
             names = f"{names} … {last} ({len(indices)})"
         least = [min(idle) for idle in zip(*idle_seconds, strict=True)]
         for number, (line, idle) in enumerate(zip(lines, least, strict=True)):
@@ -147,21 +134,21 @@ def _table(machine: MachineMemory, stage: int) -> Iterator[str]:
     yield from table(rows, right=(1, 4, 5))
 
 
-def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
-    ways = {
-        number: swap for swap in machine.swaps if swap.layer == layer for number in swap.tensors
-    }
-    records = {r.number: r for r in machine.records if r.index == layer}
-    profile = machine.profile.layers[layer]
-    again = layer in machine.cut.recompute
+def _lines(
+    problem: Problem, found: Compressed, of_tensors: Sequence[TensorRecord], layer: int
+) -> Iterator[_Line]:
+    ways = {number: swap for swap in found.swaps if swap.layer == layer for number in swap.tensors}
+    of_layer = {r.number: r for r in of_tensors if r.index == layer}
+    profile = problem.profile.layers[layer]
+    again = layer in found.cut.recompute
     for tensor in tensors_of(profile):
         if not tensor.num_bytes:
             continue
-        record = records[tensor.number]
+        record = of_layer[tensor.number]
         choice, costs = "stays", ""
         if tensor.number in ways:
             if not ways[tensor.number].stays:
-                choice, costs = _swapped(machine, record, ways[tensor.number])
+                choice, costs = _swapped(problem.links, record, ways[tensor.number])
         elif again and not tensor.is_outside:
             choice, costs = "made again", f"{_time_text(record.recompute_seconds)} for the layer"
         shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
@@ -178,20 +165,14 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
         )
 
 
-def _swapped(machine: MachineMemory, record: TensorRecord, swap: Swap) -> tuple[str, str]:
-    if not swap.stages:
-        seconds = machine.links.seconds(record.stage, HOST, record.num_bytes)
-        return "to the host", f"{_time_text(seconds)} each way"
-    shares = swap.shares or (1.0,) * len(swap.stages)
+def _swapped(links: Links, record: TensorRecord, swap: Swap) -> tuple[str, str]:
     seconds = max(
-        machine.links.seconds(record.stage, to, record.num_bytes * share / sum(shares))
-        for to, share in zip(swap.stages, shares, strict=True)
+        links.seconds(record.stage, to, part * record.num_bytes) for to, part in parts_of(swap)
     )
-    names = ", ".join(map(str, swap.stages))
-    return (
-        f"to stage{'s' if len(swap.stages) > 1 else ''} {names}",
-        f"{_time_text(seconds)} each way",
-    )
+    where = "the host"
+    if swap.stages:
+        where = f"stage{'s' if len(swap.stages) > 1 else ''} {', '.join(map(str, swap.stages))}"
+    return f"to {where}", f"{_time_text(seconds)} each way"
 
 
 # --- the picture ---

@@ -38,21 +38,17 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Makes the compute wait until the copy is complete."""
 
-
-class Copy(Ticket, Protocol):
-    """A copy of a :class:`Copier`."""
-
     def precede(self) -> None:
         """Makes another copy, whose work calls this, wait until this one is complete."""
 
 
-class Copier(Protocol):
+class Copier:
     """Makes copies in the order in which they are submitted, in each direction."""
 
-    takes_processor: bool
+    takes_processor = True
     """Whether its copies need the processor that computes."""
 
-    def out(self, work: Callable[[], Any], done: Done) -> Copy:
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
         """Copies from the device, after the compute submitted so far.
 
         Args:
@@ -60,9 +56,14 @@ class Copier(Protocol):
             done: called afterwards, possibly in another thread, by copiers that use threads; with
                 others the caller checks the ticket.
         """
+        return self._submit("out", work, done)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Copy:
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
         """As :meth:`out`, for copies to the device."""
+        return self._submit("back", work, done)
+
+    def _submit(self, way: str, work: Callable[[], Any], done: Done) -> Ticket:
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Waits until all copies so far are complete, unless the copies themselves keep their
@@ -73,63 +74,56 @@ class Copier(Protocol):
         """Closes the copier when the copies in progress are complete."""
 
 
-class _Promise:
-    """A ticket for work of a thread."""
+class ThreadTicket:
+    """A ticket for work of one or more threads.
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    Args:
+        futures: of their calls.
+    """
+
+    def __init__(self, *futures: Future[Any]) -> None:
+        self._futures = futures
 
     def is_done(self) -> bool:
-        return self._future.done()
+        """See :class:`Ticket`."""
+        return all(future.done() for future in self._futures)
 
     def wait(self) -> None:
-        self._future.result()
+        """See :class:`Ticket`."""
+        for future in self._futures:
+            future.result()
 
     precede = wait
 
 
-class ThreadCopier:
-    """Copies by threads.
+class ThreadCopier(Copier):
+    """Copies by threads, whose work holds its tensors.
 
     Args:
         on_error: called in a thread that has failed.
     """
 
-    takes_processor = True
-
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
-        self._out = InOrder("swap out", on_error)
-        self._back = InOrder("swap back", on_error)
+        self._threads = {way: InOrder(f"swap {way}", on_error) for way in ("out", "back")}
 
-    def out(self, work: Callable[[], Any], done: Done) -> Copy:
-        """See :class:`Copier`."""
-        return self._submit(self._out, work, done)
-
-    def back(self, work: Callable[[], Any], done: Done) -> Copy:
-        """See :class:`Copier`."""
-        return self._submit(self._back, work, done)
-
-    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Copy:
+    def _submit(self, way: str, work: Callable[[], Any], done: Done) -> Ticket:
         def run() -> None:
             with torch.no_grad():
                 work()
 
-        future = line.submit(run)
+        future = self._threads[way].submit(run)
         # Called in the thread itself, before or after threads that wait for the future continue:
         # both orders are correct.
         future.add_done_callback(lambda done_one: done() if not done_one.exception() else None)
-        return _Promise(future)
-
-    def finish(self) -> None:
-        """See :class:`Copier`: the threads' work holds its tensors."""
+        return ThreadTicket(future)
 
     def close(self) -> None:
         """See :class:`Copier`."""
-        self._out.close()
-        self._back.close()
+        for thread in self._threads.values():
+            thread.close()
 
 
-class _Marked:
+class _StreamTicket:
     """A ticket for work of a stream.
 
     Args:
@@ -156,7 +150,7 @@ class _Marked:
         self._event.wait()
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """Copies on side streams of a GPU, from any thread whose current stream is the compute's.
 
     Args:
@@ -176,18 +170,10 @@ class StreamCopier:
         }
         self._numbers = itertools.count()
 
-    def out(self, work: Callable[[], Any], done: Done) -> Copy:
-        """See :class:`Copier`."""
-        return self._submit("out", work)
-
-    def back(self, work: Callable[[], Any], done: Done) -> Copy:
-        """See :class:`Copier`."""
-        return self._submit("back", work)
-
-    def _submit(self, name: str, work: Callable[[], Any]) -> Copy:
+    def _submit(self, way: str, work: Callable[[], Any], done: Done) -> Ticket:
         # At that point the source has been computed, and the target is no longer in use.
         is_ready = record_event(self._device)
-        with side_stream(self._device, name), torch.no_grad():
+        with side_stream(self._device, way), torch.no_grad():
             is_ready.wait()
             work()
             event = record_event(self._device)
@@ -199,14 +185,14 @@ class StreamCopier:
                     break
                 one_after_the_other.pop(number, None)
         # Several threads submit copies.
-        number, under_way = next(self._numbers), self._under_way[name]
+        number, under_way = next(self._numbers), self._under_way[way]
         under_way[number] = event, work
-        return _Marked(event, partial(under_way.pop, number, None))
+        return _StreamTicket(event, partial(under_way.pop, number, None))
 
     def finish(self) -> None:
         """See :class:`Copier`."""
-        for name in ("out", "back"):
-            with side_stream(self._device, name):
+        for way in self._under_way:
+            with side_stream(self._device, way):
                 record_event(self._device).synchronize()
 
     def close(self) -> None:
@@ -284,7 +270,15 @@ class BufferPool:
     def take(self, num_bytes: int) -> Tensor:
         """Returns a buffer of reserved memory, as a vector of bytes."""
         with self._lock:
-            return self._taken(num_bytes)
+            unused = self._free.get(num_bytes)
+            if unused:
+                self._free_bytes -= num_bytes
+                return unused.pop()
+            # Buffers of other sizes are freed to stay below the limit.
+            limit = self.peak_bytes if self._is_tight else self.limit_bytes
+            while self._free_bytes and self.used_bytes + self._free_bytes > limit:
+                self._give_one_back()
+            return self._made(num_bytes)
 
     def give(self, buffer: Tensor) -> None:
         """Returns a buffer to the pool, for reuse."""
@@ -292,18 +286,6 @@ class BufferPool:
             self.used_bytes -= buffer.numel()
             self._free_bytes += buffer.numel()
             self._free.setdefault(buffer.numel(), []).append(buffer)
-
-    def _taken(self, num_bytes: int) -> Tensor:
-        unused = self._free.get(num_bytes)
-        if unused:
-            buffer = unused.pop()
-            self._free_bytes -= num_bytes
-            return buffer
-        # Buffers of other sizes are freed to stay below the limit.
-        limit = self.peak_bytes if self._is_tight else self.limit_bytes
-        while self._free_bytes and self.used_bytes + self._free_bytes > limit:
-            self._give_one_back()
-        return self._made(num_bytes)
 
     def clear(self) -> None:
         """Frees the unused buffers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copy, Done, nothing
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Done, Ticket, nothing
 from lightning_pipeshift.text import ceil_bytes_text
 
 
@@ -51,7 +51,7 @@ class Copies:
 
     def __init__(
         self,
-        submit: Callable[[Callable[[], Any], Done], Copy],
+        submit: Callable[[Callable[[], Any], Done], Ticket],
         parts: Sequence[tuple[Callable[[], object], Callable[[], object]]],
         then: Callable[[], object] = nothing,
     ) -> None:

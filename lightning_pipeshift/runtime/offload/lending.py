@@ -12,7 +12,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,7 +24,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
-from lightning_pipeshift.runtime.offload.copying import Done, Ticket, nothing
+from lightning_pipeshift.runtime.offload.copying import Done, ThreadTicket, Ticket, nothing
 from lightning_pipeshift.runtime.offload.shared_memory import (
     Address,
     Opening,
@@ -303,22 +302,6 @@ class Borrower:
         self.there.close()
 
 
-@dataclass(eq=False)
-class _Together:
-    """A ticket for work of several threads: the futures of their calls."""
-
-    futures: Sequence[Future[Any]]
-
-    def is_done(self) -> bool:
-        """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        return all(future.done() for future in self.futures)
-
-    def wait(self) -> None:
-        """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
-        for future in self.futures:
-            future.result()
-
-
 class RemoteTarget:
     """Ranks with free memory, each of which takes a part of every block. They wait until they have
     the memory, which the plan has reserved.
@@ -367,7 +350,7 @@ class _RemoteBlock:
         whole = encoded[0] if len(encoded) == 1 else torch.cat(encoded)
         self._parts = place.parts(whole.numel())
         self._sent = self._each(whole, lambda to: to.there, self._send, done)
-        self.leaving: Ticket = _Together(self._sent)
+        self.leaving: Ticket = ThreadTicket(*self._sent)
 
     def _each(
         self,
@@ -402,7 +385,7 @@ class _RemoteBlock:
         part = self._parts[index]
         return _NOT_SENT if self._is_forgotten else part.borrower.send(part.key, block)
 
-    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+    def fetch(self, memory: Tensor) -> Ticket:
         """See :class:`OffloadedBlock`."""
         self._was_taken = True
         whole = memory.view(torch.uint8)
@@ -414,14 +397,13 @@ class _RemoteBlock:
             part = self._parts[index]
             part.borrower.take(part.key, self._sent[index].result(), block)
 
-        def finish() -> None:
+        def decode() -> None:
             if self._coding.is_encoded:
                 with aside(memory.device):
                     self._decode(whole, memory)
-            done()
 
         # At that point, earlier uses of this memory are complete.
-        return _Together(self._each(whole, lambda to: to.back, take, finish))
+        return ThreadTicket(*self._each(whole, lambda to: to.back, take, decode))
 
     def _decode(self, whole: Tensor, memory: Tensor) -> None:
         begin = 0

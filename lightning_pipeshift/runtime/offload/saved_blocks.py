@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.saved.saved_tensors import SavedBlock
 from lightning_pipeshift.plan.inputs.saved_tensors import place_in_forward
-from lightning_pipeshift.runtime.offload.copying import Ticket, nothing
+from lightning_pipeshift.runtime.offload.copying import Ticket
 from lightning_pipeshift.runtime.offload.host_copies import Traffic
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
 from lightning_pipeshift.runtime.recording.recorder import Recorder
@@ -126,7 +126,7 @@ class BlockMover:
         size = block.num_bytes // block.dtype.itemsize
         buffer = torch.empty(size, dtype=block.dtype, device=block.device)
         block.move = move = Move(block, self._now(), buffer)
-        move.ticket = block.offloaded.fetch(buffer, nothing)
+        move.ticket = block.offloaded.fetch(buffer)
         self._coming.append(move)
 
     def _end(self, move: Move) -> None:

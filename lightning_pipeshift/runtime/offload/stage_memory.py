@@ -182,21 +182,16 @@ class StageMemory:
         self,
         plan: Plan,
         vm: int,
-        static_bytes: float,
+        taken_bytes: float,
         expected_bytes: Mapping[int, int],
-        twice_bytes: float = 0.0,
     ) -> None:
         """Applies a plan from now on. Every stage calls this, with the same plan.
 
         Args:
             plan: the plan.
             vm: this stage's virtual machine.
-            static_bytes: the memory that this stage's layers take permanently, and those that come
-                to it or leave it while minibatches are in flight.
+            taken_bytes: what the device holds besides saved tensors and messages between stages.
             expected_bytes: the memory that each layer is expected to save for a microbatch.
-            twice_bytes: what layers that change their owners between two steps take in addition,
-                the part for weights that wait in host memory and come for a part of a step, and
-                what is left free for batches and for the layer that runs.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
@@ -208,8 +203,7 @@ class StageMemory:
         if self.memory is not None:
             device_bytes = self.memory.budget_bytes
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
-            budget = device_bytes - passing_bytes(*payloads[stage : stage + 2])
-            budget -= static_bytes + twice_bytes
+            budget = device_bytes - passing_bytes(*payloads[stage : stage + 2]) - taken_bytes
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}
         for swap in swaps:
             if swap.layer in own:

@@ -13,7 +13,6 @@ from lightning_pipeshift.model.saved.codec import Codec, Encoded
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
     Copier,
-    Copy,
     Done,
     Ticket,
     nothing,
@@ -25,13 +24,8 @@ class OffloadedBlock(Protocol):
 
     leaving: Ticket
 
-    def fetch(self, memory: Tensor, done: Done) -> Ticket:
-        """Starts to fetch the block.
-
-        Args:
-            memory: the buffer to fetch it into.
-            done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
-        """
+    def fetch(self, memory: Tensor) -> Ticket:
+        """Starts to fetch the block into a buffer."""
 
     def forget(self) -> None:
         """Frees the block at its target; copies in progress may still complete."""
@@ -116,7 +110,7 @@ class _LocalBlock:
         self._place = place
         self._coding = Coding(place.codec)
         self._buffers: list[Tensor] = []
-        self._coming: Copy | None = None
+        self._coming: Ticket | None = None
         self._is_forgotten = False
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
@@ -133,9 +127,9 @@ class _LocalBlock:
         # The encoded block is smaller than the reserved buffer.
         pool.unclaim(left_over)
 
-    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+    def fetch(self, memory: Tensor) -> Ticket:
         """See :class:`OffloadedBlock`."""
-        self._coming = self._place.copier.back(partial(self._come, memory), done)
+        self._coming = self._place.copier.back(partial(self._come, memory), nothing)
         return self._coming
 
     def _come(self, memory: Tensor) -> None:

@@ -22,21 +22,6 @@ _FEWEST_BEFORE: Final = 3
 _CLEAR: Final = 5.0
 """By so many standard errors means before and after a change differ."""
 
-_PROBED_AFTER: Final = 4
-"""The number of windows after which a rank without layers is probed, at first."""
-
-_PROBED_PART: Final = 0.05
-"""The part of the time that probes may take."""
-
-_SURE: Final = 0.05
-"""A probe has found a rank slow when its standard error is below this part of its mean."""
-
-_LEAST_SECONDS: Final = 0.3
-_MOST_SECONDS: Final = 3.0
-"""A probe takes between so many seconds: three periods of a container's quota at least, and some
-pauses of half a second if there is the time for that.
-"""
-
 
 class Estimate(NamedTuple):
     """A mean of the latest steps.
@@ -105,62 +90,3 @@ def _estimate(values: Sequence[float]) -> Estimate:
 def _capped(values: Sequence[float]) -> list[float]:
     most = sorted(values)[-2:][0]
     return [min(value, most) if len(values) > 2 else value for value in values]
-
-
-class ProbeTimes:
-    """When a rank that gave layers away, as it was slow, is probed. With less to do, or nothing,
-    its own layers do not show how fast it is. If it gets layers by that and loses them again soon,
-    it waits twice as long.
-    """
-
-    def __init__(self) -> None:
-        self._after = _PROBED_AFTER
-        self._next = 0
-        self._num_held = 0
-        self._num_free: float = math.inf
-        # How long a probe may take by now.
-        self._most = 0.0
-
-    def lasts(self, slices: Sequence[float], taken: float, seconds: float, limit: float) -> float:
-        """How much longer a probe takes: until it has surely found the rank slow, and if it finds
-        it fast, as long as a probe may take: rare pauses have to have the time to show. What it
-        takes of the time for probes, the next one waits for.
-
-        Args:
-            slices: seconds of each slice so far.
-            taken: how long they were to take in all.
-            seconds: what :meth:`seconds` allowed it.
-            limit: the mean seconds of a slice from which on the rank is slow.
-        """
-        # A pause makes it longer.
-        taken = max(taken, sum(slices))
-        self._most = seconds - taken
-        if not slices:
-            return _LEAST_SECONDS
-        found = recent(slices, len(slices))
-        if found.mean - 2 * found.error > limit and found.error < _SURE * found.mean:
-            return 0.0
-        most = seconds if fmean(slices) > limit else _MOST_SECONDS
-        return max(0.0, min(taken, most - taken))
-
-    def seconds(self, is_held: bool, is_slow: bool, window_seconds: float) -> float:
-        """How long to probe now; 0 if it is not time to. Called once in each window of steps.
-
-        Args:
-            is_held: whether the rank counts as slow since layers were taken from it.
-            is_slow: whether its own layers show that it still is: no probe is needed for that.
-            window_seconds: how long a window takes.
-        """
-        if not is_held:
-            self._num_held, self._num_free, self._most = 0, self._num_free + 1, 0.0
-            return 0.0
-        if not self._num_held:
-            self._after *= 2 if self._num_free <= 2 * self._after else 1
-            self._next = self._after
-        self._num_held, self._num_free = self._num_held + 1, 0
-        self._most = min(self._most + _PROBED_PART * window_seconds, _MOST_SECONDS)
-        if is_slow or self._num_held < self._next or self._most < _LEAST_SECONDS:
-            return 0.0
-        self._next = self._num_held + self._after
-        seconds, self._most = self._most, 0.0
-        return seconds

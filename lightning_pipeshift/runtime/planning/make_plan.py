@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.saved.layer import NamedLayer
@@ -57,17 +56,6 @@ class Settings(Options):
     memory: MemoryRequest | None = None
     num_accumulated: int = 1
     accumulates: bool = False
-
-    @classmethod
-    def of(cls, options: Options, **added: Any) -> Settings:
-        """The settings of a run.
-
-        Args:
-            options: the user's.
-            added: the other fields.
-        """
-        given = {field.name: getattr(options, field.name) for field in fields(Options)}
-        return cls(**given, **added)
 
     def let_free(self, plan: Plan) -> Settings:
         """Returns the same settings, but with the owners chosen by PipeShift: for the search for a

@@ -23,6 +23,7 @@ from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.policy_choices import follows
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.delivered import Estimate
+from lightning_pipeshift.runtime.planning.first_plan import FirstOrder, ranks_text
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
 from lightning_pipeshift.text import seconds_text
@@ -156,10 +157,9 @@ class Decider:
         self._settings = settings
         self._topology = topology
         self._pending: _Pending | None = None
-        self.first: tuple[Change, Plan, Plan] | None = None
-        """For a run that begins with the ranks in another order than their own: what it expects of
-        that, the plan for their own order, and the plan in force. ``None`` if it begins in their
-        own order, or if the order has been judged.
+        self.first: FirstOrder | None = None
+        """``None`` if the run begins with the ranks in their own order, or if the order has been
+        judged.
         """
         # Changes that were undone: in the same circumstances no plan is tried for its speed.
         self._failed: list[_Pending] = []
@@ -250,12 +250,11 @@ class Decider:
     ) -> Change | None:
         """The first order with its verdict, by what its steps say of the ranks' own order."""
         first, self.first = self.first, None
-        if first is None or not kept.is_like(first[2]):
+        if first is None or not kept.is_like(first.plan):
             return None
-        change, own, _ = first
-        seconds = window.measured.prediction(own).step_seconds
+        seconds = window.measured.prediction(first.own).step_seconds
         return replace(
-            change,
+            first.change,
             after_seconds=window.took.mean,
             verdict=KEPT if best is None or best[0].ranks == kept.ranks else UNDONE,
             reason=f"by what these steps measured, the other order takes {seconds_text(seconds)}",
@@ -308,18 +307,13 @@ class Decider:
         none. Where another order of the ranks is not worth the moves, the present one may have a
         better plan.
         """
-        plans = (self._better(plan, window, topology) for topology in self._orders(plan, window))
-        return next((best for best in plans if best is not None), None)
-
-    def _orders(self, plan: Plan, window: Window) -> Iterator[Topology]:
-        """The orders of the ranks to plan for, the most promising first."""
-        now, measured = Topology(plan.ranks), window.measured
+        now = Topology(plan.ranks)
         # What ranks lend to each other, and minibatches in flight, know them by their stages.
         if self._settings.may_reorder and self._settings.memory is None:
-            best = self._best_order(self._settings.let_free(plan), measured, now)
-            if best != now:
-                yield best
-        yield now
+            order = self._best_order(self._settings.let_free(plan), window.measured, now)
+            if order != now and (best := self._better(plan, window, order)) is not None:
+                return best
+        return self._better(plan, window, now)
 
     def _best_order(self, settings: Settings, measured: Measured, now: Topology) -> Topology:
         """The best order of the ranks. It is searched for again when devices or links have become
@@ -433,11 +427,3 @@ def changes(old: Plan, new: Plan) -> Iterator[tuple[int, int, int, int]]:
 def _counts(plan: Plan) -> str:
     text = ranks_text(list(dict.fromkeys(plan.placement.counts)))
     return text + (" (with recomputation)" if any(plan.recompute) else "")
-
-
-def ranks_text(rows: Sequence[Sequence[int]]) -> str:
-    """The ranks, or numbers of layers, of each virtual machine; without a list around a single
-    one.
-    """
-    shown = [list(row) for row in rows]
-    return str(shown[0]) if len(shown) == 1 else str(shown)

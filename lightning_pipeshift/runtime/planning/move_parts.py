@@ -50,14 +50,25 @@ def parts_of(
     borrows = any(swap.stages for swaps in (*old.swaps, *new.swaps) for swap in swaps)
     if old.ranks != new.ranks or old.placement == new.placement or borrows:
         return [new]
-    costs = _Costs(layers, measured, old)
+    most_seconds = 1.0
+    if measured is not None:
+        ranks = measured.ranks_of(old)
+        most_seconds = _PART_OF_STEP * measured.prediction(old).step_seconds
+
+    def seconds(vm: int, layer: int, source: int, to: int) -> float:
+        """How long all that belongs to a layer takes to get to another stage."""
+        num_bytes = layers[layer].static_bytes
+        if measured is None:
+            return num_bytes / _UNMEASURED_BYTES
+        return measured.cluster.link(ranks[vm][source], ranks[vm][to]).seconds(num_bytes)
+
     joined = {index for index, layer in enumerate(layers) if layer.joins_next}
 
     def plans(most: float) -> list[Plan]:
-        placements = in_parts(old.placement, new.placement, costs.seconds, most, joined)
+        placements = in_parts(old.placement, new.placement, seconds, most, joined)
         return [*(_part(new, placement, measured) for placement in placements[:-1]), new]
 
-    found = plans(costs.most_seconds)
+    found = plans(most_seconds)
     if measured is not None and checks_memory:
         if any(measured.lacking_during(*pair) for pair in pairwise([old, *found])):
             # Less is held twice at a time.
@@ -66,38 +77,6 @@ def parts_of(
             if problem := measured.lacking_during(*pair):
                 raise PlanError(problem)
     return found
-
-
-class _Costs:
-    """How long layers take to change their stages.
-
-    Args:
-        layers: the model's.
-        measured: the measurements, if there are any.
-        plan: the one in force.
-    """
-
-    def __init__(
-        self, layers: Sequence[LayerProfile], measured: Measured | None, plan: Plan
-    ) -> None:
-        self._layers = layers
-        self._measured = measured
-        self._ranks: Sequence[Sequence[int]] = plan.ranks
-        self.most_seconds = 1.0
-        """Of the transfers over one link in a step."""
-        if measured is not None:
-            self._ranks = measured.ranks_of(plan)
-            self.most_seconds = _PART_OF_STEP * measured.prediction(plan).step_seconds
-
-    def seconds(self, vm: int, layer: int, source: int, to: int) -> float:
-        """Of all that belongs to a layer."""
-        return self._seconds(vm, self._layers[layer].static_bytes, source, to)
-
-    def _seconds(self, vm: int, num_bytes: float, source: int, to: int) -> float:
-        if self._measured is None:
-            return num_bytes / _UNMEASURED_BYTES
-        ranks = self._ranks[vm]
-        return self._measured.cluster.link(ranks[source], ranks[to]).seconds(num_bytes)
 
 
 def _part(new: Plan, placement: Placement, measured: Measured | None) -> Plan:

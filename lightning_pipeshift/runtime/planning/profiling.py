@@ -31,6 +31,7 @@ from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
 from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
+from lightning_pipeshift.runtime.planning.slow_rank import SlowRank
 from lightning_pipeshift.runtime.planning.update_memory import UpdateMemory
 
 T = TypeVar("T")
@@ -80,17 +81,7 @@ class Profiler:
         """The times and memory of layers that were measured before training."""
         self.of_others: Mapping[int, int] = {}
         """The working bytes that other ranks have measured of layers that may come to this one."""
-        # The layers that this rank has owned last, their times, and those of all layers that it
-        # owned before some of them were taken from it.
-        self._own: frozenset[int] = frozenset()
-        self._times_before: dict[int, Times] = {}
-        self._earlier: dict[int, Times] = {}
-        # These times as they were before this rank's layers changed.
-        self._held_before: dict[int, Times] = {}
-        self.has_recovered = False
-        """Whether this rank is as fast as before layers were taken from it."""
-        self.is_undone = False
-        """Whether the next change of the plan undoes the one before it."""
+        self.slow_rank = SlowRank(device)
         # Of each step under this plan: its seconds, and the work of a microbatch of largest size.
         self._steps: deque[float] = deque(maxlen=_MOST_STEPS)
         self._work: deque[float] = deque(maxlen=_MOST_STEPS)
@@ -204,7 +195,6 @@ class Profiler:
         layers = frozenset(layers)
         stretch, error = self._stretch(fewest)
         times = self._times(layers, stretch)
-        self._hold(layers, times, error)
         estimates: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self.estimates.items()
@@ -221,7 +211,7 @@ class Profiler:
         return RankFigures(
             estimates=estimates,
             times=times,
-            earlier={} if self.has_recovered else self._earlier,
+            earlier=self.slow_rank.earlier(layers, times, error),
             error=error,
             ran=None if self._is_asynchronous else self.timer.ran,
             extra=self._extra(stretch),
@@ -284,27 +274,6 @@ class Profiler:
         if not typical or not work.mean:
             return 1.0, 0.0
         return work.mean / typical, work.error / work.mean
-
-    def _hold(self, own: frozenset[int], times: dict[int, Times], error: float) -> None:
-        """Keeps the times that this rank had before layers were taken from it: with less to do, a
-        device with a CPU quota looks as fast as one without. They hold until it gets layers again.
-        If it is surely slower than by these, it counts as slower: steps from before it became slow
-        may be in their mean.
-        """
-        if own != self._own:
-            held, self._earlier = self._earlier, {}
-            if self.is_undone:
-                self._earlier = self._held_before
-            elif own < self._own:
-                self._earlier = self._times_before
-            self._held_before, self.is_undone, self.has_recovered = held, False, False
-        elif self._earlier and times:
-            now, before = (sum(sum(by[n]) for n in times) for by in (times, self._earlier))
-            more = max(1.0, now / before / (1 + 2 * error)) if before else 1.0
-            self._earlier = {n: (more * f, more * b) for n, (f, b) in self._earlier.items()}
-        if times:
-            self._times_before = times
-        self._own = own
 
     def _times(self, layers: Iterable[int], stretch: float) -> dict[int, Times]:
         times = {}

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.profile_fitting import (
     RankFigures,
     estimates_by_kind,
@@ -12,6 +12,7 @@ from lightning_pipeshift.plan.inputs.profile_fitting import (
 
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 4}
 LAYERS = tuple(LayerProfile(name, parameter_bytes=size) for name, size in SIZES.items())
+MODEL = Profile(LAYERS, samples=2.0, microbatches=4)
 
 
 def cluster(kinds):
@@ -19,7 +20,7 @@ def cluster(kinds):
 
 
 def found(kinds, *figures):
-    return profile_of(LAYERS, cluster(kinds), figures, samples=2.0, microbatches=4)
+    return profile_of(MODEL, cluster(kinds), figures)
 
 
 def times(**of_layers):
@@ -162,7 +163,7 @@ def test_the_stage_that_waits_least_says_what_lies_between_steps():
 def test_what_the_model_takes_already_is_room_for_it():
     machines = Cluster((Device("h", "X", free_bytes=10, memory_bytes=30), Device("h", "X")))
     figures = [RankFigures(held_bytes=5), RankFigures(held_bytes=5)]
-    _, after = profile_of(LAYERS, machines, figures, 1.0, 1)
+    _, after = profile_of(MODEL, machines, figures)
     assert [device.free_bytes for device in after.devices] == [15, 0], "not known stays not known"
 
 

@@ -35,7 +35,6 @@ from lightning_pipeshift.runtime.offload import saved_blocks
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
-    Copy,
     Done,
     ThreadCopier,
     Ticket,
@@ -199,10 +198,10 @@ class Copies(ThreadCopier):
 
         return run
 
-    def out(self, work: Callable[[], Any], done: Done) -> Copy:
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
         return super().out(self._slowed(work, self._seconds[0]), done if self._tells else nothing)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Copy:
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
         return super().back(self._slowed(work, self._seconds[1]), done if self._tells else nothing)
 
     def settle(self) -> None:
@@ -238,10 +237,10 @@ class NotedParcel:
         self._place, self._parcel, self._name = place, parcel, name
         self.leaving = parcel.leaving
 
-    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+    def fetch(self, memory: Tensor) -> Ticket:
         self._place.fetched.append(self._name)
         self._place.ledger.names[memory.data_ptr()] = self._name
-        return self._parcel.fetch(memory, done)
+        return self._parcel.fetch(memory)
 
     def forget(self) -> None:
         self._parcel.forget()
@@ -579,7 +578,7 @@ def test_what_was_encoded_and_moved_is_not_held(name: str, values: str) -> None:
     copier.out(nothing, nothing).wait()
     assert storage.expired()
     back = torch.empty(4096)
-    parcel.fetch(back, nothing).wait()
+    parcel.fetch(back).wait()
     assert torch.allclose(back, expected, atol=0 if name == "lossless" else 0.05)
     copier.close()
 
@@ -876,7 +875,7 @@ class Held(ThreadCopier):
         self.num_asked = self.num_begun = 0
         self.first, self.others = threading.Event(), threading.Event()
 
-    def out(self, work: Callable[[], Any], done: Done) -> Copy:
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
         self.num_asked += 1
         gate = self.first if self.num_asked == 1 else self.others
 
@@ -1185,7 +1184,9 @@ class _Copied:
     def wait(self) -> None:
         assert self.is_over
 
-    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+    precede = wait
+
+    def fetch(self, memory: Tensor) -> Ticket:
         memory.copy_(self.values)
         return self
 

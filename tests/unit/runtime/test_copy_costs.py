@@ -26,7 +26,7 @@ class BusyCopier(ThreadCopier):
         self.now = 0.0
         self._costs = per_copy, per_byte
 
-    def _submit(self, line: Any, work: Callable[[], Any], done: Callable[[], None]) -> Any:
+    def _submit(self, way: str, work: Callable[[], Any], done: Callable[[], None]) -> Any:
         def busy() -> None:
             work()
             owner = getattr(work, "func", work)
@@ -34,7 +34,7 @@ class BusyCopier(ThreadCopier):
                 per_copy, per_byte = self._costs
                 self.now += per_copy + per_byte * work.args[0].nbytes  # type: ignore[attr-defined]
 
-        return super()._submit(line, busy, done)
+        return super()._submit(way, busy, done)
 
 
 @pytest.mark.parametrize(("per_copy", "per_byte"), [(3.0, 0.5), (3.0, 0.0), (0.0, 0.5), (0.0, 0.0)])
@@ -74,10 +74,10 @@ def test_of_a_device_that_copies_by_itself_the_host_that_asks_for_copies_counts(
 
         now = 0.0
 
-        def _submit(self, name: str, work: Callable[[], Any]) -> Any:
+        def _submit(self, way: str, work: Callable[[], Any], done: Callable[[], None]) -> Any:
             if getattr(work, "args", ()):
                 self.now += 3.0
-            return super()._submit(name, work)
+            return super()._submit(way, work, done)
 
     with SimulatedDevice():
         device = torch.device("cuda", 0)

@@ -9,7 +9,8 @@ from itertools import cycle, product
 
 import pytest
 
-from lightning_pipeshift.runtime.planning.delivered import ProbeTimes, recent
+from lightning_pipeshift.runtime.planning.delivered import recent
+from lightning_pipeshift.runtime.planning.slow_rank import ProbeTimes
 
 PATIENCE = 10
 LAYERS, MICROBATCHES = 4, 4

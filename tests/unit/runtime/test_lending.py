@@ -169,7 +169,7 @@ class Guest:
 def fetched(parcel: OffloadedBlock, like: Tensor) -> Tensor:
     """A block that has come back."""
     memory = torch.empty_like(like)
-    parcel.fetch(memory, nothing).wait()
+    parcel.fetch(memory).wait()
     parcel.forget()
     return memory
 
@@ -216,7 +216,7 @@ def there_and_back(shares: tuple[float, ...], codec: str | None) -> Any:
     for name in order[:4]:
         found[name] = fetched(parcels[name], blocks[name])
     coming = {name: torch.empty_like(blocks[name]) for name in order[4:]}
-    tickets = {name: parcels[name].fetch(memory, nothing) for name, memory in coming.items()}
+    tickets = {name: parcels[name].fetch(memory) for name, memory in coming.items()}
     for name, ticket in tickets.items():
         ticket.wait()
         assert ticket.is_done()
@@ -295,11 +295,9 @@ def told(num: int) -> Any:
         parcel.leaving.wait()
         memory = torch.zeros(1000)
 
-        def is_back(n: int = number, memory: Tensor = memory) -> None:
-            results.append(bool((memory == n).all()))
-            note(f"back {n}")
-
-        parcel.fetch(memory, is_back).wait()
+        parcel.fetch(memory).wait()
+        results.append(bool((memory == number).all()))
+        note(f"back {number}")
         parcel.forget()
     guest.leave()
     return found, results
@@ -360,7 +358,7 @@ def each_others(num: int) -> Any:
             if dice.random() < 0.3:
                 parcel.forget()
                 continue
-            parcel.fetch(memory, nothing).wait()
+            parcel.fetch(memory).wait()
             parcel.forget()
             num_wrong += not bool((memory == value).all())
     for _, parcel, _ in waiting:
@@ -399,7 +397,7 @@ def counted() -> Any:
     assert guest.held_in_time(1, 400)
     # Forgotten while it comes, or after it came: once.
     memory = torch.empty_like(blocks[2])
-    ticket = parcels[2].fetch(memory, nothing)
+    ticket = parcels[2].fetch(memory)
     parcels[2].forget()
     ticket.wait()
     parcels[2].forget()
@@ -695,7 +693,7 @@ def beside_the_compute() -> list[tuple[str, bool]]:
     parcels = [guest.put(block) for block in blocks]
     targets = [torch.empty_like(block) for block in blocks]
     for parcel, target in zip(parcels, targets, strict=True):
-        parcel.fetch(target, nothing).wait()
+        parcel.fetch(target).wait()
     found = streams.found[begun:]
     assert all(torch.equal(*pair) for pair in zip(blocks, targets, strict=True))
     guest.leave()
@@ -795,7 +793,7 @@ def lender_dies(when: str) -> None:
         # Nobody waits for this to arrive: who gets it dies, and what was there may be back by then.
         channels.send_object("it has left", 1)
         while True:
-            parcel.fetch(torch.empty_like(block), nothing).wait()
+            parcel.fetch(torch.empty_like(block)).wait()
             parcel = guest.put(block)
             parcel.leaving.wait()
     finally:

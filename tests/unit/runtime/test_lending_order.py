@@ -29,7 +29,7 @@ from lightning_pipeshift.runtime.comm import threads as threads_module
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, MemoryLink
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.offload import copying, lending, saved_blocks, shared_memory
-from lightning_pipeshift.runtime.offload.copying import BufferPool
+from lightning_pipeshift.runtime.offload.copying import BufferPool, ThreadTicket
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
@@ -41,7 +41,7 @@ from tests.unit.runtime.ordered_threads import OrderedThreads
 from tests.unit.runtime.test_activation_store import ROWS, Stage, layers_of, same
 from tests.unit.runtime.test_simulated_streams import CPU, GPU, Net, batches, step_that_offloads
 
-FOLLOWED = (BufferPool, Lender, Borrower, InOrder, lending._Together, lending._RemoteBlock)
+FOLLOWED = (BufferPool, Lender, Borrower, InOrder, ThreadTicket, lending._RemoteBlock)
 
 
 class World(NamedTuple):
@@ -125,7 +125,7 @@ def there_and_back(
 
 def fetch(parcel: OffloadedBlock, where: torch.device, length: int, value: int) -> None:
     memory = torch.empty(length, device=where)
-    parcel.fetch(memory, lambda: None).wait()
+    parcel.fetch(memory).wait()
     assert torch.equal(memory.mul(1).cpu(), torch.arange(float(length)) + value)
     parcel.forget()
 

@@ -22,6 +22,7 @@ from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning import move_decision
 from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
+from lightning_pipeshift.runtime.planning.first_plan import FirstOrder
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
 from lightning_pipeshift.text import seconds_text
@@ -150,7 +151,8 @@ def test_the_first_order_is_judged_by_measured_steps(misled: bool) -> None:
     """
     mind = Decider(Settings(microbatches=MICROBATCHES), TOPOLOGY)
     own, best = ordered(0, 1), ordered(1, 0)
-    mind.first = Change("the stages are the ranks", 1.5, 1.0, is_estimated=True), own, best
+    change = Change("the stages are the ranks", 1.5, 1.0, is_estimated=True)
+    mind.first = FirstOrder(change, own, best)
     times = (0.02,) * (NUM_LAYERS - 1)
     times = (0.28, *times) if misled else (*times, 0.28)
     kinds = {"cpu": KindProfile(times, times)}

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.process_groups import Purpose
-from lightning_pipeshift.runtime.planning import probe as probe_module
+from lightning_pipeshift.runtime.planning import link_probe
+from lightning_pipeshift.runtime.planning.host_memory import host_memory, memory_limits
+from lightning_pipeshift.runtime.planning.link_probe import levelled, rounds_of
 from lightning_pipeshift.runtime.planning.probe import (
     Found,
     ProbeResult,
     assess,
-    host_memory,
-    levelled,
-    memory_limits,
     probe,
-    rounds_of,
     time_slices,
     with_speeds,
 )
@@ -80,7 +78,6 @@ def test_like_devices_have_like_speeds(rates, speeds):
     assert [device.speed for device in alone] == pytest.approx(speeds)
     # Not nearly 1: orders and groups compare.
     assert [speed == 1 for speed in speeds] == [d.speed == 1 for d in measured.cluster.devices]
-    assert measured.rates == pytest.approx([max(rates) * speed for speed in speeds])
 
 
 def test_a_speed_is_relative_to_its_own_kind():
@@ -91,7 +88,6 @@ def test_a_speed_is_relative_to_its_own_kind():
     ]
     measured = assess(ranks, {})
     assert [device.speed for device in measured.cluster.devices] == [1.0, 1.0, 0.5]
-    assert measured.rates == pytest.approx((800, 100, 50))
 
 
 def test_ranks_on_the_same_processor_are_equally_fast():
@@ -103,7 +99,6 @@ def test_ranks_on_the_same_processor_are_equally_fast():
     ]
     measured = assess(ranks, {})
     assert [device.speed for device in measured.cluster.devices] == [1.0, 1.0, 1.0]
-    assert measured.rates == (100.0, 100.0, 100.0)
     assert measured.notes == ()
 
 
@@ -369,8 +364,7 @@ def check(results: list[tuple[ProbeResult, bool, list[str]]]) -> ProbeResult:
     measured = results[0][0]
     assert all(each == measured for each, _, _ in results)
     assert all(untouched for _, untouched, _ in results)
-    assert len(measured.rates) == len(measured.cluster.devices) == len(results)
-    assert all(math.isfinite(rate) and rate > 0 for rate in measured.rates)
+    assert len(measured.seconds) == len(measured.cluster.devices) == len(results)
     for device in measured.cluster.devices:
         assert 0 < device.free_bytes <= device.memory_bytes
     for pair in combinations(range(len(results)), 2):
@@ -401,7 +395,6 @@ def test_three_ranks_of_two_hosts():
 def test_a_slower_rank():
     measured = check(run_ranks(measure, 2, "aa", (1, 4)))
     assert [device.speed for device in measured.cluster.devices] == [1.0, 0.25]
-    assert measured.rates[0] == pytest.approx(4 * measured.rates[1])
     (note,) = measured.notes
     assert note.startswith("rank 1 on host a (k): computes at 25%")
 
@@ -462,9 +455,9 @@ class OnAnotherDevice:
 def test_a_link_is_measured_with_tensors_of_the_device(monkeypatch):
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-6)
-    monkeypatch.setattr(probe_module, "time", clock)
+    monkeypatch.setattr(link_probe, "time", clock)
     world: Any = OnAnotherDevice()
-    probe_module._measure_link(world, 1)
+    link_probe._measure_link(world, 1)
     assert {device for device, _ in world.sent} == {"meta"}
     # A fast link needs more than a network does.
     assert max(length for _, length in world.sent) == 1 << 26
@@ -476,7 +469,7 @@ def as_it_is() -> tuple[ProbeResult, bool, list[str]]:
     state = torch.get_rng_state()
     told: list[str] = []
     # As if everything took longer than a second.
-    probe_module._REPORT_SECONDS = 0.0
+    link_probe._REPORT_SECONDS = 0.0
     here = Device("a" if channels.stage else "b", "k")
     measured = probe(channels, torch.device("cpu"), here, told.append)
     return measured, torch.equal(torch.get_rng_state(), state), told

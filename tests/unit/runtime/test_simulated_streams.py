@@ -221,7 +221,7 @@ def test_memory_is_kept_for_a_copy_that_nobody_wants_any_more() -> None:
         parcel = host.put(torch.ones(100, device=GPU), lambda: None)
         assert parcel is not None
         parcel.leaving.wait()
-        parcel.fetch(torch.empty(100, device=GPU), lambda: None)
+        parcel.fetch(torch.empty(100, device=GPU))
         parcel.forget()
         torch.zeros(100, device=GPU)
 
@@ -317,7 +317,7 @@ def lend(
         assert parcel is not None
         parcel.leaving.wait()
         memory = torch.empty_like(block)
-        parcel.fetch(memory, lambda: None).wait()
+        parcel.fetch(memory).wait()
         found.append((block.cpu(), memory.mul(1).cpu()))
     lending.close()
     return found

@@ -26,7 +26,7 @@ from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
-from lightning_pipeshift.runtime.planning import profiling, replanning
+from lightning_pipeshift.runtime.planning import profiling, replanning, slow_rank
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.planning.replanning import Replanning
@@ -132,7 +132,7 @@ class Run:
         probed = SimpleNamespace(cluster=cluster, seconds=(SLICE, SLICE), notes=[])
         monkeypatch.setattr(replanning, "probe", lambda *_: probed)
         monkeypatch.setattr(replanning, "layers_of", lambda *_: LAYERS)
-        monkeypatch.setattr(replanning, "time_slices", self._slices)
+        monkeypatch.setattr(slow_rank, "time_slices", self._slices)
         self._sent: list[Any] = []
         self.ranks = [self._rank(number) for number in (0, 1)]
         estimates = dict.fromkeys(range(NUM_LAYERS), Figures(layer, 2 * layer))
