@@ -32,7 +32,7 @@ from lightning_pipeshift import (
     RecomputeAll,
     SwapAll,
 )
-from lightning_pipeshift.devices.streams import Accelerator
+from lightning_pipeshift.devices import streams
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from tests.features_models import QUIET, OverflowingOnOneStage
@@ -313,7 +313,7 @@ def _sleeping(case: Case, module: nn.Module) -> Iterator[None]:
         if len(slept) < 2:
             raise RuntimeError(f"the compute stream has slept only in {dict(slept)}")
         return
-    with mock.patch.object(Accelerator, "side_stream", _late(Accelerator.side_stream)):
+    with mock.patch.object(streams, "stream_beside", _late(streams.stream_beside)):
         yield
 
 

@@ -67,7 +67,8 @@ def imported(handle: Any, device: torch.device) -> Tensor:
 
 
 class SharedEvent:
-    """An event for which other processes on this host can wait: see :mod:`.streams`.
+    """An event for which other processes on this host can wait. It is recorded again and again:
+    between two records, whoever waits for it has to say that its wait is queued.
 
     Args:
         device: this process's GPU.
@@ -86,6 +87,7 @@ class SharedEvent:
         # Torch makes the event itself here, on the current GPU.
         with torch.cuda.device(device):
             self.handle: Any = self._event.ipc_handle()
+            """Picklable: opens the event in another process. An opened event has none."""
 
     def record(self) -> None:
         """Moves the event behind all work that is queued on the current stream."""
@@ -93,7 +95,7 @@ class SharedEvent:
 
     def wait(self) -> None:
         """Makes the work that this thread queues from now on run after the event as it was recorded
-        last.
+        last. Returns at once.
         """
         self._event.wait(torch.cuda.current_stream(self._device))
 

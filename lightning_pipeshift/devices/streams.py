@@ -13,8 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,193 +23,63 @@ from lightning_pipeshift.devices import cuda
 T = TypeVar("T")
 
 
-class Event(Protocol):
-    """A point in the work of a stream."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def wait(self) -> None:
-        """Makes the work that this thread queues from now on run after it. Returns at once."""
-
-    def synchronize(self) -> None:
-        """Returns when the device has reached it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """The milliseconds from this event to a later one. Both were recorded with ``is_timed``,
-        and have been reached.
-        """
-
-
-class SharedEvent(Protocol):
-    """An event for which other processes on this host can wait. It is recorded again and again:
-    between two records, whoever waits for it has to say that its wait is queued.
-    """
-
-    handle: Any
-    """Picklable: opens the event in another process. An opened event has none."""
-
-    def record(self) -> None:
-        """Moves the event behind all work that is queued on the current stream."""
-
-    def wait(self) -> None:
-        """Makes the work that this thread queues from now on run after the event as it was recorded
-        last. Returns at once.
-        """
-
-
-class HostEvent:
-    """An event of a CPU, which has been reached when it is recorded."""
-
-    handle: Any = "a CPU's"
-
-    def __init__(self) -> None:
-        self.record()
-
-    def record(self) -> None:
-        """See :class:`SharedEvent`."""
-        self.seconds = time.perf_counter()
-
-    def query(self) -> bool:
-        """See :class:`Event`."""
-        return True
-
-    def wait(self) -> None:
-        """See :class:`Event`."""
-
-    def synchronize(self) -> None:
-        """See :class:`Event`."""
-
-    def elapsed_time(self, end: HostEvent) -> float:
-        """See :class:`Event`."""
-        return 1000 * (end.seconds - self.seconds)
-
-
-class Host:
-    """A CPU."""
-
-    is_asynchronous = False
-
-    def record_event(self, is_timed: bool) -> Event:
-        """See :func:`record_event`."""
-        return HostEvent()
-
-    def shared_event(self, handle: Any) -> SharedEvent:
-        """See :class:`Device`."""
-        return HostEvent()
-
-    def side_stream(self, work: str) -> AbstractContextManager[None]:
-        """See :func:`side_stream`."""
-        return nullcontext()
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :func:`keep_for_stream`."""
-
-    def synchronize(self) -> None:
-        """See :func:`synchronize`."""
-
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :func:`pin`."""
-        raise RuntimeError("only memory that an accelerator copies from or to can be pinned")
-
-
-class AcceleratorEvent:
-    """An event of an accelerator, which is recorded on the current stream at once.
+class Event:
+    """A point in the work of a stream: behind all that is queued on the current one when the event
+    is made. A CPU has reached it at once.
 
     It holds torch's event and does not inherit from it: torch's ``elapsed_time`` takes no subclass.
 
     Args:
-        device: the accelerator.
+        device: the stream's.
         is_timed: whether the event's time is wanted.
     """
 
-    def __init__(self, device: torch.device, is_timed: bool) -> None:
+    handle: Any = "a CPU's"
+    """See :class:`.cuda.SharedEvent`, whose part an event of a CPU plays, too."""
+
+    def __init__(self, device: torch.device, is_timed: bool = False) -> None:
         self._device = device
-        self._event = torch.Event(device, enable_timing=is_timed)
-        self._event.record(torch.accelerator.current_stream(device))
+        self._event: torch.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.Event(device, enable_timing=is_timed)
+        self.record()
+
+    def record(self) -> None:
+        """Moves the event behind all work that is queued on the current stream."""
+        if self._event is not None:
+            self._event.record(torch.accelerator.current_stream(self._device))
+        self.seconds = time.perf_counter()
+        """When the host came here."""
 
     def query(self) -> bool:
-        """See :class:`Event`."""
-        return self._event.query()
+        """Whether the device has reached it."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """See :class:`Event`."""
-        # Torch's own default is a stream of the thread's current device.
-        self._event.wait(torch.accelerator.current_stream(self._device))
+        """Makes the work that this thread queues from now on run after it. Returns at once."""
+        if self._event is not None:
+            # Torch's own default is a stream of the thread's current device.
+            self._event.wait(torch.accelerator.current_stream(self._device))
 
     def synchronize(self) -> None:
-        """See :class:`Event`."""
-        self._event.synchronize()
+        """Returns when the device has reached it."""
+        if self._event is not None:
+            self._event.synchronize()
 
-    def elapsed_time(self, end: AcceleratorEvent) -> float:
-        """See :class:`Event`."""
+    def elapsed_time(self, end: Event) -> float:
+        """The milliseconds from this event to a later one. Both were made with ``is_timed``, and
+        have been reached.
+        """
+        if self._event is None or end._event is None:
+            return 1000 * (end.seconds - self.seconds)
         return self._event.elapsed_time(end._event)
 
 
-class Accelerator:
-    """A GPU, or another device that torch calls an accelerator.
+SharedEvent = cuda.SharedEvent | Event
 
-    Args:
-        device: which one.
-    """
-
-    is_asynchronous = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Torch hands out the same 32 streams of a GPU in turn: code that takes a new one for each
-        # plan or copy soon gets one on which other work waits.
-        self._side_streams: dict[str, torch.Stream] = {}
-
-    def record_event(self, is_timed: bool) -> Event:
-        """See :func:`record_event`."""
-        return AcceleratorEvent(self._device, is_timed)
-
-    def shared_event(self, handle: Any) -> SharedEvent:
-        """See :class:`Device`."""
-        return cuda.SharedEvent(self._device, handle)
-
-    @contextmanager
-    def side_stream(self, work: str) -> Iterator[None]:
-        """See :func:`side_stream`."""
-        stream = self._side_streams.get(work)
-        if stream is None:
-            # Of two threads that come here at once, both use the stream of the first.
-            stream = self._side_streams.setdefault(work, torch.Stream(self._device))
-        # Not `with stream`: a stream object can be entered only once at a time, and several threads
-        # use this one.
-        before = torch.accelerator.current_stream(self._device)
-        with torch.accelerator.device_index(before.device_index):
-            torch.accelerator.set_stream(stream)
-            try:
-                yield
-            finally:
-                torch.accelerator.set_stream(before)
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """See :func:`keep_for_stream`."""
-        tensor.record_stream(torch.accelerator.current_stream(self._device))
-
-    def synchronize(self) -> None:
-        """See :func:`synchronize`."""
-        torch.accelerator.synchronize(self._device)
-
-    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
-        """See :func:`on_this_device`."""
-
-        def call() -> T:
-            torch.accelerator.set_device_index(self._device)
-            return function()
-
-        return call
-
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        """See :func:`pin`."""
-        return cuda.pin(memory)
-
-
-_HOST = Host()
-_accelerator = cache(Accelerator)
+# Torch hands out the same 32 streams of a GPU in turn: code that takes a new one for each plan or
+# copy soon gets one on which other work waits. By device and kind of work.
+_side_streams: dict[tuple[torch.device, str], torch.Stream] = {}
 # Of the simulated devices: what a function needs, to run in another thread.
 _for_threads: list[Callable[[Callable[[], Any]], Callable[[], Any]]] = []
 
@@ -222,22 +91,18 @@ def simulating(for_threads: Callable[[Callable[[], Any]], Callable[[], Any]]) ->
     Args:
         for_threads: wraps a function that another thread is to call.
     """
-    _accelerator.cache_clear()
+    _side_streams.clear()
     _for_threads.append(for_threads)
     try:
         yield
     finally:
         _for_threads.remove(for_threads)
-        _accelerator.cache_clear()
-
-
-def _of(device: torch.device) -> Host | Accelerator:
-    return _HOST if device.type == "cpu" else _accelerator(device)
+        _side_streams.clear()
 
 
 def is_asynchronous(device: torch.device) -> bool:
     """Whether a call returns before the device has done the work."""
-    return _of(device).is_asynchronous
+    return device.type != "cpu"
 
 
 def record_event(device: torch.device, is_timed: bool = False) -> Event:
@@ -247,7 +112,7 @@ def record_event(device: torch.device, is_timed: bool = False) -> Event:
         device: the stream's.
         is_timed: whether the event's time is wanted: see :func:`elapsed_seconds`.
     """
-    return _of(device).record_event(is_timed)
+    return Event(device, is_timed)
 
 
 def shared_event(device: torch.device, handle: Any = None) -> SharedEvent:
@@ -260,7 +125,7 @@ def shared_event(device: torch.device, handle: Any = None) -> SharedEvent:
     Raises:
         RuntimeError: events of this device cannot be shared.
     """
-    return _of(device).shared_event(handle)
+    return cuda.SharedEvent(device, handle) if is_asynchronous(device) else Event(device)
 
 
 def start_of_clock(device: torch.device) -> tuple[Event, float]:
@@ -272,7 +137,7 @@ def start_of_clock(device: torch.device) -> tuple[Event, float]:
     """
     synchronize(device)
     event = record_event(device, is_timed=True)
-    return event, event.seconds if isinstance(event, HostEvent) else time.perf_counter()
+    return event, event.seconds
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float | None:
@@ -290,19 +155,39 @@ def side_stream(device: torch.device, work: str) -> AbstractContextManager[None]
         device: the stream's.
         work: the name of a kind of work, which has one stream in this process.
     """
-    return _of(device).side_stream(work)
+    return stream_beside(device, work) if is_asynchronous(device) else nullcontext()
+
+
+@contextmanager
+def stream_beside(device: torch.device, work: str) -> Iterator[None]:
+    """Does the work of :func:`side_stream` for an accelerator."""
+    stream = _side_streams.get((device, work))
+    if stream is None:
+        # Of two threads that come here at once, both use the stream of the first.
+        stream = _side_streams.setdefault((device, work), torch.Stream(device))
+    # Not `with stream`: a stream object can be entered only once at a time, and several threads use
+    # this one.
+    before = torch.accelerator.current_stream(device)
+    with torch.accelerator.device_index(before.device_index):
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def keep_for_stream(tensor: Tensor) -> None:
     """Keeps a tensor's memory, even if it is freed, until the current stream has done the work that
     is queued on it by then. For memory that was allocated on another stream.
     """
-    _of(tensor.device).keep_for_stream(tensor)
+    if is_asynchronous(tensor.device):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def synchronize(device: torch.device) -> None:
     """Returns when the device has done all work that was queued."""
-    _of(device).synchronize()
+    if is_asynchronous(device):
+        torch.accelerator.synchronize(device)
 
 
 def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
@@ -311,7 +196,9 @@ def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
     Raises:
         RuntimeError: it cannot be pinned.
     """
-    return _of(device).pin(memory)
+    if not is_asynchronous(device):
+        raise RuntimeError("only memory that an accelerator copies from or to can be pinned")
+    return cuda.pin(memory)
 
 
 def on_this_device(function: Callable[[], T]) -> Callable[[], T]:
@@ -323,8 +210,17 @@ def on_this_device(function: Callable[[], T]) -> Callable[[], T]:
     kind = initialized_accelerator()
     if kind is None:
         return function
-    index = torch.accelerator.current_device_index()
-    return _accelerator(torch.device(kind, index)).on_this_device(function)
+    return on_device(torch.device(kind, torch.accelerator.current_device_index()), function)
+
+
+def on_device(device: torch.device, function: Callable[[], T]) -> Callable[[], T]:
+    """Wraps a function so that it runs with a GPU as the current one."""
+
+    def call() -> T:
+        torch.accelerator.set_device_index(device)
+        return function()
+
+    return call
 
 
 def initialized_accelerator() -> str | None:

@@ -42,7 +42,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function,
 )
-from lightning_pipeshift.devices.streams import Accelerator, simulating
+from lightning_pipeshift.devices.streams import on_device, simulating
 from tests.simulated.interception import Functions, MemoryPlace, Operations
 from tests.simulated.ordering import HOST, Clock, History, Ordering, Region
 from tests.simulated.torch_streams import Stream, StreamsOfTorch
@@ -185,7 +185,7 @@ class SimulatedDevice:
                 return function()
 
         device = torch.device(self.device.type, self.torch.current_device_index())
-        return Accelerator(device).on_this_device(call)
+        return on_device(device, call)
 
     # --- what stands in for torch's own functions ---
 

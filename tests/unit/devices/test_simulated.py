@@ -528,16 +528,16 @@ def test_an_event_that_inherits_from_torch_is_found_on_a_cpu(
     with SimulatedDevice():
         assert measured() == pytest.approx(0.001)
 
-        class AcceleratorEvent(torch.Event):
+        class Inheriting(torch.Event):
             def wait(self, stream: torch.Stream | None = None) -> None:
                 super().wait(stream or torch.accelerator.current_stream(self.device))
 
         def made(device: torch.device, is_timed: bool) -> torch.Event:
-            event = AcceleratorEvent(device, enable_timing=is_timed)
+            event = Inheriting(device, enable_timing=is_timed)
             event.record(torch.accelerator.current_stream(device))
             return event
 
-        monkeypatch.setattr(streams, "AcceleratorEvent", made)
+        monkeypatch.setattr(streams, "Event", made)
         with pytest.raises(RuntimeError, match=r"expected other to be a torch\.Event object"):
             measured()
 

@@ -12,7 +12,6 @@ import torch
 
 from lightning_pipeshift.devices import streams
 from lightning_pipeshift.devices.streams import (
-    Accelerator,
     elapsed_seconds,
     is_asynchronous,
     record_event,
@@ -60,15 +59,16 @@ class Torch:
 def test_each_kind_of_work_has_one_stream_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has 32 streams: with one for each copy, the next is one that others wait on."""
     fake = Torch(monkeypatch)
-    device = Accelerator(torch.device("cuda", 1))
+    monkeypatch.setattr(streams, "_side_streams", {})
+    device = torch.device("cuda", 1)
     for _ in range(40):
-        with device.side_stream("out"):
+        with side_stream(device, "out"):
             assert (fake.index, fake.names) == (1, ["compute 0", "side 1"])
-            with device.side_stream("back"), device.side_stream("out"):
+            with side_stream(device, "back"), side_stream(device, "out"):
                 assert fake.names[1] == "side 1"
             assert fake.names[1] == "side 1"
         assert (fake.index, fake.names) == (0, ["compute 0", "compute 1"])
-    with pytest.raises(ValueError, match="fails"), device.side_stream("out"):
+    with pytest.raises(ValueError, match="fails"), side_stream(device, "out"):
         raise ValueError("fails")
     assert (fake.index, fake.names) == (0, ["compute 0", "compute 1"])
     assert fake.num_made == 2
