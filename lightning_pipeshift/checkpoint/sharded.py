@@ -239,12 +239,14 @@ class Writing:
             )
         except dcp.CheckpointException as found:
             error = found
+        finally:
+            self._tensors = {}
         if error is None and self._is_first:
             try:
                 self._publish(written)
             except Exception as found:
                 error = found
-        self._tensors, self._rest = {}, {}
+        self._rest = {}
         failed = [
             f"rank {rank}: {reason}"
             for rank, reason in enumerate(_gathered(_reason(error), self._group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -58,34 +58,38 @@ def default_group(group: Any) -> Iterator[None]:
     other group too.
     """
     world: Any = dist.distributed_c10d._world
-    with ExitStack() as stack:
-        if not isinstance(world, _ByThread):
-            stack.callback(setattr, world, "__class__", type(world))
-            world.__class__ = type("World", (_ByThread, type(world)), {})
-        before = world.default_pg
-        stack.callback(setattr, world, "of_step", world.of_step)
-        world.of_step = threading.get_ident(), group
-        # What `get_backend` asks.
-        world.pg_map[group] = world.pg_map[before]
-        stack.callback(world.pg_map.pop, group)
+    if not isinstance(world, _ByThread):
+        # It stays: another thread may be in its code when the context ends.
+        world.__class__ = type("World", (_ByThread, type(world)), {})
+    before, of_step = world.default_pg, world.of_step
+    # What `get_backend` asks.
+    world.pg_map[group] = world.pg_map[before]
+    world.of_step = threading.get_ident(), group
+    try:
         yield
+    finally:
+        world.of_step = of_step
+        world.pg_map.pop(group, None)
 
 
 class _ByThread:
     """What torch knows of its process groups, with another default group in a step's threads."""
 
+    _default_pg: Any
     of_step: tuple[int, Any] | None = None
 
     @property
     def default_pg(self) -> Any:
-        job: Any = super().default_pg  # type: ignore[misc]
-        if self.of_step is None:
-            return job
-        ident, group = self.of_step
+        """The job's group; in a step the step's."""
+        # Read once: the step may end meanwhile.
+        of_step = self.of_step
+        if of_step is None:
+            return self._default_pg
+        ident, group = of_step
         is_of_step = threading.get_ident() == ident or isinstance(
             threading.current_thread(), threading._DummyThread
         )
-        return group if is_of_step else job
+        return group if is_of_step else self._default_pg
 
     @default_pg.setter
     def default_pg(self, group: Any) -> None:

@@ -60,7 +60,11 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "torch's number of threads": torch.get_num_threads,
     "torch's anomaly mode": torch.is_anomaly_enabled,
     "NumPy's treatment of errors": np.geterr,
-    "Python's filters of warnings": lambda: (*warnings.filters, warnings.showwarning),
+    # Not the filters: modules that are imported in the middle of a step add some.
+    "where warnings go": lambda: (
+        warnings.showwarning,
+        getattr(warnings, "_showwarnmsg_impl", None),
+    ),
     "`sys.stdout`": lambda: sys.stdout,
     "`sys.stderr`": lambda: sys.stderr,
     "the working directory": _if_any(os.getcwd),

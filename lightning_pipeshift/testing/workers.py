@@ -151,6 +151,7 @@ class Workers:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         self._runs_in = folder or self.scratch / "cwd"
         self._runs_in.mkdir(parents=True, exist_ok=True)
+        self._runs_in = self._runs_in.resolve()
         self._is_quiet = is_quiet
         self._preloaded = preloaded
         self._ranks: list[_Rank] = []
@@ -237,12 +238,13 @@ class Workers:
         for each, environment in zip(ranks, environments, strict=True):
             each.begin((environment, call))
         outcomes = _outcomes_of(ranks, limit_seconds, grace_seconds)
+        if any(each.failed for each in outcomes):
+            return outcomes
         # Rank 0 serves the store of the process group: it may not leave before all have reported.
-        ranks = [each for each in ranks if each.process.is_alive()]
         for each in ranks:
             each.begin(({}, pickle.dumps((_leave_group, (), {}))))
         left = _outcomes_of(ranks, _LIMIT_SECONDS, _LIMIT_SECONDS)
-        if any(each.failed for each in outcomes) or not any(each.failed for each in left):
+        if not any(each.error_type == "Killed" for each in left):
             return outcomes
         return [replace(each, error_type="Stuck") if each.failed else each for each in left]
 
@@ -386,8 +388,8 @@ def _work(
             if environment:
                 os.environ.clear()
                 os.environ.update(environment)
-            os.chdir(folder)
-            os.ftruncate(1, 0)
+                os.chdir(folder)
+                os.ftruncate(1, 0)
             connection.send_bytes(_report_of(call))
     os._exit(0)
 

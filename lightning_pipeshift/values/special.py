@@ -162,8 +162,9 @@ def _gradients(
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``: the gradients are values of the stages of the inputs."""
-    tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    tensors = list(inputs) if type(inputs) in (list, tuple) else [inputs]
     if microbatch.mailbox.num_stages == 1:
+        microbatch.place_parameters([x for x in tensors if type(x) in PLACED])
         options = retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched
         args = microbatch.plain((outputs, tensors, grad_outputs, *options, materialize_grads))
         with run_by(None), without_torch_function_of_subclasses():

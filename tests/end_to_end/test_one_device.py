@@ -99,6 +99,7 @@ class ByHand(LayersOfItsOwn):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.unused = nn.Parameter(torch.ones(2))
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -106,7 +107,10 @@ class ByHand(LayersOfItsOwn):
         features, classes = batch
         loss = F.cross_entropy(self(features), classes)
         loss.register_hook(lambda gradient: 2 * gradient)
-        gradients = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
+        unused, *gradients = torch.autograd.grad(
+            loss, list(self.parameters()), retain_graph=True, allow_unused=True
+        )
+        assert unused is None
         optimizer.zero_grad()
         self.manual_backward(loss, retain_graph=True)
         self.manual_backward(loss)

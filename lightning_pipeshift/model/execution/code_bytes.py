@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 
@@ -88,9 +88,7 @@ class CodeBytes(OperationMode):
 
     def results(self, leaves: Iterable[Any]) -> None:
         """Called with the results of a layer, where the graph of the code behind it begins."""
-        self._nodes.update(
-            x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None
-        )
+        self._nodes.update(x.grad_fn for x in tensors_here(leaves) if x.grad_fn is not None)
 
     def _watch(self, layer: int, passed_on: Iterable[Any]) -> None:
         live = LiveBytes(self._device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
+from lightning_pipeshift.model.execution.trees import WithoutMemory
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def _has(kind: Any, leaves: Iterable[Any]) -> bool:
         bool(kind(leaf).any())
         for leaf in leaves
         if isinstance(leaf, Tensor)
+        and not isinstance(leaf, WithoutMemory)
         and not leaf.is_meta
         and leaf.layout is torch.strided
         and (leaf.is_floating_point() or leaf.is_complex())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
+from lightning_pipeshift.model.execution.trees import WithoutMemory
 
 
 class _Result(torch.autograd.Function):
@@ -58,6 +59,7 @@ def call_before_backward(results: Iterable[Any], function: Callable[[], None]) -
         function: without arguments.
     """
     for result in results:
-        node = result.grad_fn if isinstance(result, Tensor) else None
-        if isinstance(node, torch.autograd.graph.Node):
-            node.register_prehook(lambda _: function())
+        if not isinstance(result, Tensor) or isinstance(result, WithoutMemory):
+            continue
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(lambda _: function())

@@ -90,8 +90,9 @@ class Changes(_Requests):
             self.migration.begin(keeps_gradients)
             self._put_in_force(plan)
         if self._wanted:
-            self.next = self._wanted.popleft()
-            self._prepared = self._move(self.next, optimizers)
+            plan = self._wanted.popleft()
+            self._prepared = self._move(plan, optimizers)
+            self.next = plan
 
     def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""

@@ -94,11 +94,12 @@ class LiveMigration(Transfers):
             self._hand_over(outgoing, *map(self._state_message, layers))
 
     def _layers_with_state(self, transfer: Transfer) -> list[int]:
-        """The layers for whose state the new owner waits: one that had to wait for the old owner's
-        last forward of every layer would be late.
+        """The layers for whose state the new owner waits: all, if one of them has any. Otherwise it
+        would have to wait for the old owner's last forward, and be late.
         """
         layers = self._holdings.layers
-        return [layer for layer in transfer.layers if other_state(layers[layer][0])]
+        has_any = any(other_state(layers[layer][0]) for layer in transfer.layers)
+        return transfer.layers if has_any else []
 
     def _hand_over(self, outgoing: Transfer, *messages: Message) -> None:
         for message in messages:

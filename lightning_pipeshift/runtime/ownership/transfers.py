@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.devices.streams import Event, record_event, side_stream
+from lightning_pipeshift.devices.streams import Event, keep_for_stream, record_event, side_stream
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, take_other_state
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -365,8 +365,13 @@ class Transfers:
     def _take_state(self, incoming: Transfer, layer: int) -> None:
         """Gives a layer its state other than parameters."""
         module, _ = self._holdings.layers[layer]
+        state = incoming.state.pop(layer)
+        for value in state.values():
+            if isinstance(value, Tensor):
+                # A thread has allocated it on a stream of its own.
+                keep_for_stream(value)
         with torch.no_grad(), flat_weights_forgotten(module):
-            take_other_state(module, incoming.state.pop(layer))
+            take_other_state(module, state)
 
     def _take_optimizer_state(self, incoming: Transfer) -> None:
         for (place, index, name), value in incoming.optimizer_state.items():
