@@ -104,7 +104,7 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 is_settled = False
                 all_early.clear()
             elif name == "cut":
-                if waits and counts["early message"]:
+                if waits and self._work:
                     all_early.wait(LIMIT_SECONDS)
                 is_early = False
             # The channels are lanes, too, and shared gradients have one, but not those of moves.
@@ -250,7 +250,9 @@ def record(hold: Hold, module: Validates) -> list[str]:
         if (mine, moment) == (hold.rank, hold.call):
             store().wait(["go on"], timedelta(seconds=LIMIT_SECONDS))
 
-    listen(before, lambda moment: note(f"{moment} ends"), waits=False)
+    # What was not sent early is one message more.
+    waits = not hold.call.startswith("early")
+    listen(before, lambda moment: note(f"{moment} ends"), waits)
 
     def has_run(*_: Any) -> None:
         if "cut 0 begins" in found:
