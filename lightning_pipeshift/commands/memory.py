@@ -49,8 +49,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def machines_of(strategy: Any) -> list[tuple[Problem, Compressed]] | None:
-    """What :func:`report` takes, of each virtual machine: on the first rank, once it has
-    measured.
+    """Returns the arguments of :func:`report` for each virtual machine, on the first rank; ``None``
+    on others.
     """
     pipeline = strategy.pipeline
     measured, settings = pipeline.planning.measured, pipeline.settings

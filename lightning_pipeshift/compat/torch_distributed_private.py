@@ -73,7 +73,9 @@ def default_group(group: Any) -> Iterator[None]:
 
 
 class _ByThread:
-    """What torch knows of its process groups, with another default group in a step's threads."""
+    """A base of the class of torch's table of process groups: the default group depends on the
+    thread.
+    """
 
     _default_pg: Any
     of_step: tuple[int, Any] | None = None

@@ -177,8 +177,8 @@ def stream_beside(device: torch.device, work: str) -> Iterator[None]:
 
 
 def keep_for_stream(tensor: Tensor) -> None:
-    """Keeps a tensor's memory, even if it is freed, until the current stream has done the work that
-    is queued on it by then. For memory that was allocated on another stream.
+    """Lets a tensor's memory, when it is freed, be reused only after the work that is queued on the
+    current stream by then. For memory that was allocated on another stream.
     """
     if is_asynchronous(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))

@@ -111,7 +111,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 class WithoutMemory:
-    """What classes of tensors have as a base whose memory another stage has."""
+    """A base of tensor classes. The memory of their objects is on another stage."""
 
     __slots__ = ()
 

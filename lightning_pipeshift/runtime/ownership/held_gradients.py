@@ -1,7 +1,7 @@
 """The gradients of the parameters that a stage holds, and how stages add up those that they share.
 
-A step's gradients start empty, beside those of earlier batches; Lightning and the optimizer get
-them when the step is over.
+Gradients of earlier batches are set aside while a step runs, so that the step's own are known. When
+it is over, Lightning and the optimizer get the sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What to do with the tensors that user code keeps outside the model: averages and copies of
-parameters, and tensors that share their memory. Each is on the stages of the parameters that it is
-computed from, like them.
+"""Tensors that user code keeps outside the model: averages and copies of parameters, and tensors
+that share memory with parameters. Each is held by the stages that hold the parameters that it is
+computed from, and moves with them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class KeptTensors:
             yield from originals.of(node.value)
 
     def _nodes(self) -> Iterator[Node]:
-        """What user code keeps, except the model's own tensors."""
+        """Yields the objects that user code keeps, except the model's own tensors."""
         return kept_by_user(self._table.root, set(map(id, self._table.own_tensors())))
 
     def _kept(self) -> dict[str, Tensor]:

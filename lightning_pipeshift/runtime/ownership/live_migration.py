@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.devices.streams import keep_for_stream
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold, other_state
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.lane import Lane
@@ -199,10 +198,9 @@ class LiveMigration(Transfers):
             for older in sorted(known for known in versions if known <= version):
                 # Weights that are not trained come with the first version only.
                 weights |= versions.pop(older)
+        self._keep_for_compute(weights.values())
         with torch.no_grad(), flat_weights_forgotten(self._holdings.root):
             for place, values in weights.items():
-                # A thread has allocated it on a stream of its own.
-                keep_for_stream(values)
                 hold(incoming.parameters[place], values)
         if incoming.version < 0:
             # They are real parameters from now on.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -134,7 +134,7 @@ class Transfer:
 def transfers_of(
     holdings: Holdings, stage_of: Sequence[int]
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """What this stage sends to others, and what it gets from others.
+    """Returns the transfers from this stage to others, and those from others to this stage.
 
     Args:
         holdings: the stage's tensors.
@@ -189,7 +189,7 @@ class Transfers:
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage so far."""
         self.transfer_seconds = 0.0
-        """How long this stage has been receiving weights, beside training."""
+        """The seconds that this stage has spent on receiving, in threads, while training ran."""
         self.recorder: Recorder | None = None
         """Takes notes of training's waits."""
         self._has_begun = False
@@ -362,18 +362,25 @@ class Transfers:
             assert incoming.error is not None
             raise incoming.error
 
+    def _keep_for_compute(self, values: Iterable[Any]) -> None:
+        """Called before the compute uses values that have arrived. A thread has allocated their
+        memory on a stream of its own, which may otherwise reuse it while the compute still needs
+        it.
+        """
+        for value in values:
+            if isinstance(value, Tensor):
+                keep_for_stream(value)
+
     def _take_state(self, incoming: Transfer, layer: int) -> None:
         """Gives a layer its state other than parameters."""
         module, _ = self._holdings.layers[layer]
         state = incoming.state.pop(layer)
-        for value in state.values():
-            if isinstance(value, Tensor):
-                # A thread has allocated it on a stream of its own.
-                keep_for_stream(value)
+        self._keep_for_compute(state.values())
         with torch.no_grad(), flat_weights_forgotten(module):
             take_other_state(module, state)
 
     def _take_optimizer_state(self, incoming: Transfer) -> None:
+        self._keep_for_compute(incoming.optimizer_state.values())
         for (place, index, name), value in incoming.optimizer_state.items():
             self._optimizers[index].state[incoming.parameters[place]][name] = value
 

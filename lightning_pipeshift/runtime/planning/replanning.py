@@ -228,7 +228,7 @@ class Replanning:
         return with_samples(plan, samples, self._replicas, self._say)
 
     def stage_bytes(self, plan: Plan, vm: int, stage: int) -> StageBytes:
-        """What a stage's device holds besides saved tensors under a plan."""
+        """Returns the account of the bytes of one stage under a plan, without saved tensors."""
         return StageBytes(self.model.profile, self.profiler.working_bytes, plan, vm, stage)
 
     def _from_first_rank(self, make: Callable[[], T]) -> T:

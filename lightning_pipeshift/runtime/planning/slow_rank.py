@@ -98,7 +98,7 @@ class ProbeTimes:
 
 
 class SlowRank:
-    """What is known of this rank's speed since layers were taken from it.
+    """This rank's speed since layers were taken from it, as far as it is known.
 
     Args:
         device: the rank's.
