@@ -29,6 +29,7 @@ from lightning_pipeshift.step.asynchronous import AsynchronousPipeline
 from lightning_pipeshift.step.control_files import ControlFiles
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.status import status_of
+from lightning_pipeshift.step.synchronous import SynchronousPipeline
 
 
 def _say(message: str) -> None:
@@ -77,7 +78,7 @@ class Run:
         metric_sync.attach(module, device)
         requests = ControlFiles()
         is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
-        make_pipeline: type[Pipeline] = Pipeline
+        make_pipeline: type[Pipeline] = SynchronousPipeline
         make_training: Any = TrainingSteps
         if settings.is_asynchronous and not is_plain:
             make_pipeline, make_training = AsynchronousPipeline, AsynchronousTraining

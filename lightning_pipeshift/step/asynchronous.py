@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
-from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
@@ -24,11 +23,11 @@ from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.runtime.planning.move_decision import Decision
-from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import (
     checksum,
@@ -43,6 +42,7 @@ from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report, merge_reports
 from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
+from lightning_pipeshift.step.value_steps import ValueSteps
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import Kept, Structure
@@ -115,7 +115,9 @@ class AsynchronousPipeline(Pipeline):
 
     _engine_class = AsynchronousEngine
 
-    _sums_together = False
+    _updates_apart = True
+
+    changes: LiveChanges
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -125,7 +127,8 @@ class AsynchronousPipeline(Pipeline):
         self._asks_to_end_here = self._end_is_wanted = False
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
-        self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
+        stages = max(self.replicas.topology.stages_per_vm)
+        self.changes = LiveChanges(stages, self._start_moving)
         self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._old_aggregations: list[Aggregation] = []
@@ -152,42 +155,31 @@ class AsynchronousPipeline(Pipeline):
     @property
     def coming_plan(self) -> Plan:
         """See :class:`Pipeline`."""
-        return self._asked[-1] if self._asked else self._live.last or super().coming_plan
+        return self._asked[-1] if self._asked else super().coming_plan
 
-    def migrate(self, moves: Iterable[Move]) -> None:
-        """See :class:`Pipeline`. Only the first rank raises PlanError for a lack of memory."""
-        plan = self.coming_plan
-        plan = plan.with_placement(placement_after(plan, moves))
+    def _require_memory(self, plan: Plan) -> None:
+        # No rank asks another one: only the first one raises the error.
         if self.replicas.rank == 0:
             self.planning.require_memory(plan, is_here=True)
-        self.adopt(plan)
 
     def _request(self, plan: Plan, at_once: bool) -> None:
         parts = [plan]
         if self.replicas.rank == 0 and not at_once:
-            parts = self.planning.parts_here(self._live.next or self.plan, plan)
+            parts = self.planning.parts_here(self.changes.next or self.plan, plan)
         self._require_movable(parts)
         self._asked = parts
 
-    def record_actions(self, recorder: Recorder | None) -> None:
-        """See :class:`Pipeline`."""
-        super().record_actions(recorder)
-        self._live.record(recorder)
-
-    @property
-    def _layers_on_their_way(self) -> frozenset[int]:
-        return self._live.layers
+    def _connect(self, holdings: Holdings, known: Core | None) -> ValueSteps:
+        values = super()._connect(holdings, known)
+        # Other stages may wait for what a suspended step does.
+        values.before_meeting = self._end_steps
+        return values
 
     def release(self) -> None:
         """See :class:`Pipeline`."""
-        self._live.abandon()
         for sums in self._old_aggregations:
             sums.close()
         super().release()
-
-    def _cancel_changes(self) -> None:
-        self._live.cancel()
-        super()._cancel_changes()
 
     # --- minibatches ---
 
@@ -207,11 +199,11 @@ class AsynchronousPipeline(Pipeline):
         self._timers.clear()
         self.planning.end_gathering()
         self.channels.settle()
-        assert self.core is not None
-        self._leave_tails()
-        self._end_row()
-        self.core.digest, self._digest = (self.core.digest * 31 + self._digest) & DIGEST_MASK, 0
-        self._gathering.end(*self._gathering.begin(None))
+        self.values.leave_tails()
+        self._in_memory.end_row()
+        core, gathering = self.values.core, self.values.gathering
+        core.digest, self._digest = (core.digest * 31 + self._digest) & DIGEST_MASK, 0
+        gathering.end(*gathering.begin(None))
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
         """Called before ``begin_minibatch``; returns updates that are to be made first.
@@ -221,18 +213,18 @@ class AsynchronousPipeline(Pipeline):
             batch_idx: its index in the epoch.
             ends_update: whether the minibatch is the last one of its update.
         """
-        if self._live.last is not None or self._live.layers:
+        if self.changes.last is not None or self.changes.on_their_way:
             # This stage may wait for layers whose old owner waits for a suspended step of this one.
             self._end_steps()
         if self._minibatches is None:
             return []
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
-        moving = self._live.layers
-        plan, late = self._live.before_turn(number, update, ends_update)
+        moving = self.changes.on_their_way
+        plan, late = self.changes.before_turn(number, update, ends_update)
         if plan is not None:
             self._come_into_force(plan)
-        if plan is not None or moving != self._live.layers:
+        if plan is not None or moving != self.changes.on_their_way:
             self._follow_with_memory()
         return late
 
@@ -251,16 +243,8 @@ class AsynchronousPipeline(Pipeline):
         self._say_who_has_no_work()
         # Times under the old plan do not hold for the new one.
         self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
-        self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
-        core, between = self.core, self._between
-        assert core is not None
-        assert between is not None
-        core.place(self._owners())
-        self._place_shared()
-        core.note(between)
-        self._leave_tails()
-        self._begin_outside()
-        self._begin_engine()
+        self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
+        self.values.place(self._stage_of())
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds. This
@@ -293,7 +277,7 @@ class AsynchronousPipeline(Pipeline):
             channels.settle(all_but=2 * channels.num_stages)
         self._asked = []
         if notice.plans:
-            self._live.request(Plan.from_json(text) for text in notice.plans)
+            self.changes.request(Plan.from_json(text) for text in notice.plans)
         if notice.decision is not None:
             self.planning.accept(notice.decision)
             if notice.refusal:
@@ -338,7 +322,7 @@ class AsynchronousPipeline(Pipeline):
         """
         if self._minibatches is None:
             return []
-        late = self._live.settle(self._minibatches.next)
+        late = self.changes.settle(self._minibatches.next)
         self._follow_with_memory()
         return late
 
@@ -352,7 +336,7 @@ class AsynchronousPipeline(Pipeline):
         assert self._minibatches is not None
         assert self.holdings is not None
         if minibatch is not None:
-            self._live.withhold(minibatch.tag)
+            self.changes.withhold(minibatch.tag)
         parameters = [use.parameter for use in self.holdings.held]
         with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
@@ -431,20 +415,14 @@ class AsynchronousPipeline(Pipeline):
         return self._minibatches.in_flight if self._minibatches is not None else []
 
     @property
-    def migration_seconds(self) -> float:
-        """See :class:`Pipeline`."""
-        live = self.live_migration
-        return live.exposed_seconds if live is not None else super().migration_seconds
-
-    @property
     def num_waiting_changes(self) -> int:
         """How many changes of owners have been asked for, and have not begun."""
-        return self._live.num_waiting + bool(self._asked)
+        return self.changes.num_waiting + bool(self._asked)
 
     @property
     def live_migration(self) -> LiveMigration | None:
         """The last change of owners in an asynchronous schedule, if there was one."""
-        return self._live.migration
+        return self.changes.migration
 
     @property
     def num_weight_versions(self) -> int:
@@ -477,11 +455,9 @@ class AsynchronousPipeline(Pipeline):
                 joins=sums is not None and not minibatch.begins_update,
             )
         self._close_old_aggregations()
-        core = self.core
-        assert core is not None
         one = self._under_way.pop(minibatch.number)
         # What a stage sends it does not change before the backward, when the others have got it.
-        core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
+        self.values.core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
         self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
         one.microbatch.release()
         return Finished(minibatch, report)
@@ -497,7 +473,7 @@ class AsynchronousPipeline(Pipeline):
     def run(self, row: Row, ahead: Row) -> None:
         """Runs a stage's turn: see :class:`Minibatches`."""
         assert self._minibatches is not None
-        self._begin_row((*row, *ahead))
+        self._in_memory.begin_row((*row, *ahead))
         self._flight.todo.extend(row)
         self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
 
@@ -546,32 +522,11 @@ class AsynchronousPipeline(Pipeline):
     def _number_of(self, key: Key) -> int | None:
         return next((n for n, one in self._under_way.items() if one.run == key.step), None)
 
-    def _connect_core(self, known: Core | None) -> None:
-        super()._connect_core(known)
-        core, holdings = self.core, self.holdings
-        assert core is not None
-        assert holdings is not None
-        # The core sums their gradients.
-        holdings.gradients.sums_shared = False
-        self._place_shared()
-
-    def _place_shared(self) -> None:
-        """Makes the first stage that holds a trained parameter its owner."""
-        core, holdings = self.core, self.holdings
-        assert core is not None
-        assert holdings is not None
-        for use in holdings.uses:
-            holders = holdings.holders_of(use.parameter)
-            if len(holders) > 1 and use.parameter.requires_grad:
-                core.parameter_owners[use.parameter] = holders[0]
-                core.written.add(use.parameter)
-
     def _require_one_holder(self, plan: Plan) -> None:
         """Raises PlanError if a layer moves with a tensor of which another stage may have the
         newest values: that one is not asked while minibatches are in flight.
         """
-        core = self.core
-        assert core is not None
+        core = self.values.core
         now, then = (each.placement.stages(self.vm) for each in (self.plan, plan))
         elsewhere = {*core.shared_state(), *(x for x in core.written if not x.requires_grad)}
         for layer, name in zip(core.layers, core.names, strict=True) if elsewhere else ():
@@ -584,11 +539,6 @@ class AsynchronousPipeline(Pipeline):
                         f" `{name}` cannot change its owner while minibatches are in flight. Leave"
                         " it where it is, or use schedule='1f1b'."
                     )
-
-    def meets(self) -> None:
-        """See :class:`Pipeline`. Other stages may wait for what a suspended step does."""
-        self._end_steps()
-        super().meets()
 
     def _end_steps(self) -> None:
         """Runs the rest of the steps that are suspended."""
@@ -619,8 +569,7 @@ class AsynchronousPipeline(Pipeline):
         self._prepare(self._key("train", given.step_number, 0), given.step, part)
         self._optimizers = given.optimizers
         minibatches = self._minibatches or self._make_minibatches()
-        core, outside = self.core, running()
-        assert core is not None
+        core, outside = self.values.core, running()
         assert isinstance(outside, Microbatch)
         losses = self._reporting.losses([size], given.loss_scale, 1)
         core.note(outside)
@@ -647,12 +596,12 @@ class AsynchronousPipeline(Pipeline):
         profiler.begin_step()
         finished = minibatches.begin(minibatch)
         self._begins = None
-        self._begin_outside()
+        self.values.begin_between()
         profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
-        if self._live.last is None and not self.plan.placement.owners:
+        if self.changes.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             lag = max(self.replicas.topology.stages_per_vm)
             planning.after_step(self.plan, own, self._layers, given.optimizers, lag)
@@ -661,7 +610,7 @@ class AsynchronousPipeline(Pipeline):
     def _go_on(self, leaves_some: bool) -> None:
         """Runs what is to be run, and the steps that have begun."""
         assert self._minibatches is not None
-        flight, tails = self._flight, self._tails
+        flight, tails = self._flight, self.values.tails
         arm = None
         if backward := next((one for one in flight.todo if one.kind is Kind.BACKWARD), None):
             one = self._under_way[backward.microbatch]
@@ -673,22 +622,18 @@ class AsynchronousPipeline(Pipeline):
         versions = self._versions = self._minibatches.versions
         watching = nullcontext() if tails is None else tails.watching(bool(flight.live), stays=True)
         try:
-            with self._running_steps(), watching:
-                self._engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
+            with self.values.running(), watching:
+                self.values.engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
         except BaseException as error:
             # What is suspended must not go on.
             self._flight = Flight(is_asynchronous=True)
-            self._leave_tails()
+            self.values.leave_tails()
             found = versions.explained(error) if isinstance(error, RuntimeError) else None
             if found is None:
                 raise
             raise found from error
         finally:
             self._versions = None
-
-    def _leave_tails(self) -> None:
-        if self._tails is not None:
-            self._tails.leave()
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
@@ -730,12 +675,11 @@ class AsynchronousPipeline(Pipeline):
 
     def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
         """The microbatch of a minibatch."""
-        one, core = self._under_way[number], self.core
+        one, core = self._under_way[number], self.values.core
         given, batch = one.given, one.minibatch.batch
-        assert core is not None
 
         def body(microbatch: SuspendableMicrobatch) -> None:
-            result, logs = self._logged(given.step, batch, 0)
+            result, logs = self.values.logged(given.step, batch, 0)
             if microbatch.is_ahead():
                 microbatch.stall("")
             losses = one.minibatch.losses
@@ -744,21 +688,21 @@ class AsynchronousPipeline(Pipeline):
             if not given.wants_result:
                 outcome.result = None
             one.results = Structure(
-                (losses.outcomes, list(map(last_value, self._gathering.metrics)))
+                (losses.outcomes, list(map(last_value, self.values.gathering.metrics)))
             )
             self._tell_results(one)
             loss = outcome.loss
             if loss is not None and loss.requires_grad:
-                microbatch.root = self._weighed(loss, losses, 0, given)
+                microbatch.root = losses.weighed(0, given, self.replicas.count)
 
         seed = stream_seed("train", given.step_number)
         core.step_number = given.step_number
         microbatch = one.microbatch = SuspendableMicrobatch(
-            core, one.run, seed, 0, body, outside, self._tails, self._flight, number
+            core, one.run, seed, 0, body, outside, self.values.tails, self._flight, number
         )
         microbatch.has_later_backward = True
         microbatch.timer = self._timers.get(number)
-        microbatch.saves = self._saves(number, batch, is_first=True)
+        microbatch.saves = self._in_memory.saves(self.plan, number, batch, is_first=True)
         return microbatch
 
     def _tell_results(self, one: _UnderWay) -> None:
@@ -778,5 +722,5 @@ class AsynchronousPipeline(Pipeline):
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
         values = to_device(report.metrics, self.channels.device)
-        for metric, value in zip(self._gathering.metrics, values, strict=True):
+        for metric, value in zip(self.values.gathering.metrics, values, strict=True):
             set_last_value(metric, value)

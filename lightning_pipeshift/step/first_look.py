@@ -8,25 +8,31 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.compat.torch_private import storage_key_of, without_compiling
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.execution.microbatch import size_or_one
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.parameters.uses import ParameterUse, parameter_uses
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.user_state.preserve import preserved
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
+from lightning_pipeshift.runtime.offload.weight_memory import may_wait
+from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.training_batch import Key, UserStep
 from lightning_pipeshift.values.core import Core
 
@@ -69,6 +75,7 @@ class FirstLook:
         channels: this stage's connections.
         replicas: the virtual machines.
         planning: says whether layers are to be timed.
+        memory: of this stage.
     """
 
     def __init__(
@@ -78,12 +85,14 @@ class FirstLook:
         channels: Channels,
         replicas: Replicas,
         planning: Replanning,
+        memory: StepMemory,
     ) -> None:
         self._root = root
         self._layers = layers
         self._channels = channels
         self._replicas = replicas
         self._planning = planning
+        self._memory = memory
 
     def look(
         self,
@@ -192,3 +201,48 @@ class FirstLook:
     def looks_ahead(self) -> bool:
         """Whether what a step does is of use before the first one: to choose a cut."""
         return self._replicas.topology.num_ranks > 1 or self._planning.measures
+
+    def measure(
+        self, seen: Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
+    ) -> Measured | None:
+        """The measurements before the first step, on the first rank. Every rank calls this.
+
+        Args:
+            seen: the result of :meth:`look`.
+            batch: one microbatch.
+            optimizers: those of the run; ``None``: not known yet.
+            trains: whether the run trains.
+        """
+        # No GPU has run this yet: there, only a user's own plan moves weights.
+        may_move = self._channels.device.type == "cpu"
+        waiting_bytes = {
+            layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
+            for layer, parameters in self._memory.only_theirs(seen.uses).items()
+            if may_move
+        }
+        layers = [each.layer for each in self._layers]
+        return self._planning.measure(
+            self._layers,
+            seen.crossings,
+            seen.figures,
+            optimizers,
+            float(size_or_one(batch)),
+            self._held_bytes(),
+            bytes_of(x for x in leaves_of(batch) if self._is_here(x)),
+            trains,
+            self._memory.memory if trains else None,
+            shared_weights(self._root, layers, seen.uses),
+            waiting_bytes,
+        )
+
+    def _held_bytes(self) -> int:
+        """The bytes of the model in this device's memory."""
+        held = {
+            address_of(tensor): tensor
+            for tensor in [*self._root.parameters(), *self._root.buffers()]
+            if self._is_here(tensor)
+        }
+        return bytes_of(held.values())
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self._channels.device.type

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError, LayerError
 from lightning_pipeshift.model.user_state.logs import LoggedValue
+from lightning_pipeshift.step.training_batch import TrainingBatch
 
 
 class Denominators(NamedTuple):
@@ -97,6 +98,24 @@ class Losses:
         self.outcomes.append(outcome)
         if self.agree is not None and len(self.outcomes) == 1:
             self.denominators = self.agree(outcome)
+
+    def weighed(self, number: int, given: TrainingBatch, num_replicas: int) -> Tensor:
+        """A microbatch's part of the loss of the step: the root of its backward.
+
+        Args:
+            number: of the microbatch; it has a loss.
+            given: the batch.
+            num_replicas: how many virtual machines there are.
+        """
+        loss, weight = self.outcomes[number].loss, self.outcomes[number].weight
+        assert loss is not None
+        if num_replicas == 1 and weight is None and len(set(self.sizes)) == 1:
+            # As Lightning does, with the microbatches as its batches: a factor gives other bits.
+            loss = loss / (len(self.sizes) * given.num_accumulated)
+            # To compare a tensor would wait for the device, and the bits are the same.
+            is_plain = not isinstance(given.scale, Tensor) and given.scale == 1.0
+            return loss if is_plain else loss * given.scale
+        return loss * self.factor(number)
 
     def factor(self, number: int) -> float | Tensor:
         """The factor of a microbatch's loss: a float64 tensor if it depends on values that are on

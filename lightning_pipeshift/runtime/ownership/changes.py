@@ -17,14 +17,14 @@ from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 
 
-class _Requests:
+class Requests:
     """The plans that are to come into force on one rank, one after the other."""
 
     def __init__(self) -> None:
         self._wanted: deque[Plan] = deque()
         self.next: Plan | None = None
         """The plan whose layers are on their way, and that is not in force yet."""
-        self.recorder: Recorder | None = None
+        self._recorder: Recorder | None = None
         """Takes notes of waits for layers."""
 
     @property
@@ -34,14 +34,43 @@ class _Requests:
         """
         return self._wanted[-1] if self._wanted else self.next
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Sets who takes notes of waits for layers; ``None``: nothing does."""
+        self._recorder = recorder
+
     def request(self, wanted: Iterable[Plan]) -> None:
         """Asks for plans, one after the other, in place of those whose layers are not on their way.
         Every stage calls this at the same time.
         """
         self._wanted = deque(wanted)
 
+    @property
+    def on_their_way(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it while minibatches are in flight."""
+        return frozenset()
 
-class Changes(_Requests):
+    @property
+    def held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The layers that this stage still holds, and another one owns already; and those of which
+        it holds the weights in addition, as they will move with the next step.
+        """
+        return frozenset(), frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """How long this stage has waited because of the last change."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Lets the threads of moves end, after an error or at the end of the run."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Cancels the changes that have not begun, on all stages, and waits for transfers."""
+        raise NotImplementedError
+
+
+class Changes(Requests):
     """Changes of the plan between two steps: a step prepares a change, and the next step puts it in
     force.
 
@@ -62,14 +91,16 @@ class Changes(_Requests):
         """The move of layers for the next plan."""
         self.migration: Migration | None = None
         """The move of layers to new owners that the current step carries out."""
-        self.seconds = 0.0
-        """How long this stage has waited because of the last change."""
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """See :class:`Requests`."""
+        return self._seconds
 
     @property
     def held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
-        """The layers that this stage still holds, and another one owns already; and those of which
-        it holds the weights in addition, as they will move with the next step.
-        """
+        """See :class:`Requests`."""
         nothing: frozenset[int] = frozenset()
         return (
             self.migration.leaving if self.migration is not None else nothing,
@@ -86,7 +117,7 @@ class Changes(_Requests):
             assert self.next is not None
             self.migration, self._prepared = self._prepared, None
             plan, self.next = self.next, None
-            self.migration.recorder = self.recorder
+            self.migration.recorder = self._recorder
             self.migration.begin(keeps_gradients)
             self._put_in_force(plan)
         if self._wanted:
@@ -99,7 +130,7 @@ class Changes(_Requests):
         if self.migration is None:
             return False
         self.migration.finish()
-        self.seconds = self.migration.exposed_seconds
+        self._seconds = self.migration.exposed_seconds
         self.migration = None
         return True
 
@@ -111,7 +142,7 @@ class Changes(_Requests):
     # --- changes that are cancelled ---
 
     def abandon(self) -> None:
-        """Cancels all changes: see :meth:`Migration.abandon`."""
+        """See :class:`Requests`, and :meth:`Migration.abandon`."""
         self._wanted.clear()
         if self._prepared is not None:
             self._prepared.abandon()
@@ -119,14 +150,14 @@ class Changes(_Requests):
             self.migration.abandon()
 
     def cancel(self) -> None:
-        """Cancels all changes on all stages, and waits for transfers in progress."""
+        """See :class:`Requests`."""
         self._wanted.clear()
         if self._prepared is not None:
             self._prepared.cancel()
             self._prepared = self.next = None
 
 
-class LiveChanges(_Requests):
+class LiveChanges(Requests):
     """Changes of the plan in an asynchronous pipeline.
 
     A change begins when the one before it has surely ended on every stage: by a rule that depends
@@ -150,14 +181,19 @@ class LiveChanges(_Requests):
         self._last = self._last_update = -(2**62)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Sets who takes notes of waits for layers."""
-        self.recorder = recorder
+        """See :class:`Requests`. The move that has begun takes notes from now on, too."""
+        super().record(recorder)
         if self.migration is not None:
             self.migration.recorder = recorder
 
     @property
-    def layers(self) -> frozenset[int]:
-        """The layers that come to this stage or leave it in that move; empty when it is over."""
+    def seconds(self) -> float:
+        """See :class:`Requests`."""
+        return self.migration.exposed_seconds if self.migration is not None else 0.0
+
+    @property
+    def on_their_way(self) -> frozenset[int]:
+        """See :class:`Requests`; empty when the move is over."""
         return self.migration.layers if self.migration is not None else frozenset()
 
     def before_turn(
@@ -188,7 +224,7 @@ class LiveChanges(_Requests):
                 self.migration.finish()
             self.next = self._wanted.popleft()
             self.migration = self._start(self.next, minibatch)
-            self.migration.recorder = self.recorder
+            self.migration.recorder = self._recorder
             self.migration.before_turn(minibatch, update, ends_update)
         return begins, late
 
@@ -202,14 +238,14 @@ class LiveChanges(_Requests):
         return len(self._wanted) + (self.next is not None)
 
     def cancel(self) -> None:
-        """Gives up the changes that have not begun, on all stages."""
+        """See :class:`Requests`."""
         self._wanted.clear()
         if self.migration is not None and self.next is not None:
             self.migration.cancel()
         self.next = self.migration = None
 
     def abandon(self) -> None:
-        """Lets the threads of a move end, after an error."""
+        """See :class:`Requests`."""
         if self.migration is not None:
             self.migration.abandon()
 
