@@ -2,100 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError, some_of
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
+from lightning_pipeshift.runtime.comm.messages import Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
-from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import (
-    checksum,
-    different_batches,
-    is_checked,
     require_same_end,
 )
 from lightning_pipeshift.step.control_files import Answer
 from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
 from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
+from lightning_pipeshift.step.notices import Notice, Notices
 from lightning_pipeshift.step.pipeline import Pipeline
-from lightning_pipeshift.step.step_report import Report, merge_reports
+from lightning_pipeshift.step.plan_checks import require_movable, require_one_holder
+from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.suspension import ThreadState
-from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
+from lightning_pipeshift.step.training_batch import TrainingBatch
 from lightning_pipeshift.step.value_steps import ValueSteps
-from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.gathering import Kept, Structure
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import running, versions_in
 
 
-class _Notice(NamedTuple):
-    """A message of the first rank to all others before a minibatch.
-
-    Args:
-        plans: those that come into force one after the other, in place of those that have not
-            begun; empty for no change.
-        decision: by measurements, if there is one.
-        refusal: why the decision's plan cannot come into force; empty if it can.
-        ends: whether the run ends after the minibatch.
-        asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
-            stage passes it on to the first rank.
-        checksum: that of stage 0's batch, if it is compared.
-    """
-
-    plans: list[str]
-    decision: Decision | None
-    refusal: str
-    ends: bool
-    asks_to_end: bool
-    checksum: int = 0
-
-
 def _finish_all(sums: Aggregation) -> tuple[()]:
     sums.finish()
     return ()
-
-
-@dataclass
-class _UnderWay:
-    """A minibatch between its forward and its report.
-
-    Args:
-        given: the batch.
-        minibatch: the minibatch.
-        run: the number of its run in the core.
-    """
-
-    given: TrainingBatch
-    minibatch: Minibatch
-    run: int
-    microbatch: SuspendableMicrobatch = field(init=False)
-    results: Structure = field(init=False)
-    """The step's result and logs, and the latest values of the metrics, as one structure."""
-    awaited: list[tuple[list[int], Callable[[], Any]]] = field(default_factory=list)
-    """On the last stage, which of its leaves others have, and what takes them."""
 
 
 class AsynchronousPipeline(Pipeline):
@@ -124,7 +75,14 @@ class AsynchronousPipeline(Pipeline):
         require_deepest_first(self.replicas.topology.stages_per_vm)
         self._minibatches: Minibatches | None = None
         """Those in flight, from the first one on."""
-        self._asks_to_end_here = self._end_is_wanted = False
+        self._notices = Notices(self.replicas, self.channels, self.section)
+        self._reports = MinibatchReports(
+            self.replicas,
+            self.channels,
+            self._reporting,
+            self.section,
+            lambda: self._notices.asks_to_end,
+        )
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
         stages = max(self.replicas.topology.stages_per_vm)
@@ -134,7 +92,7 @@ class AsynchronousPipeline(Pipeline):
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
         self._flight = Flight(is_asynchronous=True)
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, UnderWay] = {}
         """By the minibatch's number."""
         self.leaves_tails = False
         """Whether the part of a step behind a read may run in a later call. Not where code of the
@@ -142,7 +100,7 @@ class AsynchronousPipeline(Pipeline):
         self.in_call: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         """Context of a part of a step in a later call, given the tag of its minibatch; ``None`` for
         steps in no call."""
-        self._begins: _UnderWay | None = None
+        self._begins: UnderWay | None = None
         """The minibatch whose call this is."""
         self._versions: WeightVersions | None = None
         """While minibatches run."""
@@ -166,7 +124,9 @@ class AsynchronousPipeline(Pipeline):
         parts = [plan]
         if self.replicas.rank == 0 and not at_once:
             parts = self.planning.parts_here(self.changes.next or self.plan, plan)
-        self._require_movable(parts)
+        assert self.holdings is not None
+        in_order = self._aggregation is not None and self._aggregation.in_order
+        require_movable(parts, self.plan, self.vm, self.holdings, self.values.core, in_order)
         self._asked = parts
 
     def _connect(self, holdings: Holdings, known: Core | None) -> ValueSteps:
@@ -233,7 +193,7 @@ class AsynchronousPipeline(Pipeline):
         and gradients where these are: only backwards are left of them.
         """
         assert self.holdings is not None
-        self._require_one_holder(plan)
+        require_one_holder(plan, self.plan, self.vm, self.values.core)
         self._plan = plan
         if self._aggregation is not None:
             # Updates that have begun are summed over their own owners.
@@ -247,34 +207,10 @@ class AsynchronousPipeline(Pipeline):
         self.values.place(self._stage_of())
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
-        """Learns what the first rank has decided, before a minibatch from which on it holds. This
-        travels down the pipeline ahead of the minibatch's payload, so it causes no wait.
-        """
-        world, channels, stage = self.replicas.world, self.channels, self.channels.stage
-        if self.replicas.rank == 0:
-            notice = self._notice()
-            for ranks in self.replicas.topology.ranks[1:]:
-                world.send_object(notice, world.ranks.index(ranks[0]))
-            world.settle(all_but=2 * world.num_stages)
-        elif stage == 0:
-            notice = world.receive_object(world.ranks.index(0))
-        else:
-            # The payload of the same minibatch follows it.
-            assert self._minibatches is not None
-            forward = Action(Kind.FORWARD, self._minibatches.next)
-            with self.section(WAIT, What.WAIT, str(forward)):
-                notice = channels.receive_object(stage - 1)
-        if channels.num_stages > 1 and is_checked(batch_idx):
-            mine = checksum(batch)
-            if not stage:
-                notice = notice._replace(checksum=mine)
-            elif notice.checksum != mine:
-                raise different_batches(batch_idx, [stage])
-        self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
-        if not self.is_last:
-            notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
-            channels.send_object(notice_here, stage + 1)
-            channels.settle(all_but=2 * channels.num_stages)
+        """Learns what the first rank has decided, before a minibatch from which on it holds."""
+        assert self._minibatches is not None
+        own = self._notice() if self.replicas.rank == 0 else None
+        notice = self._notices.take(own, self._minibatches.next, batch, batch_idx, self.asks_to_end)
         self._asked = []
         if notice.plans:
             self.changes.request(Plan.from_json(text) for text in notice.plans)
@@ -286,7 +222,7 @@ class AsynchronousPipeline(Pipeline):
                 self._plan = Plan.from_json(notice.decision.plan)
         self.is_to_end = notice.ends
 
-    def _notice(self) -> _Notice:
+    def _notice(self) -> Notice:
         """The first rank's decisions since the last minibatch."""
         refusal = ""
         for request in self._outside.take_requests() if self._outside.has_requests else ():
@@ -298,7 +234,7 @@ class AsynchronousPipeline(Pipeline):
                 answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
             self.messages.append(f"asked from outside: {answer.text}.")
             self._outside.answer(request, answer)
-        ends = self.asks_to_end or self._end_is_wanted
+        ends = self.asks_to_end or self._reports.ends
         planning = self.planning
         decision = planning.take_decision(self.coming_plan) if planning.has_decided else None
         if decision is not None and decision.is_new:
@@ -307,7 +243,7 @@ class AsynchronousPipeline(Pipeline):
             except PlanError as error:
                 refusal = str(error)
         plans = [part.to_json() for part in self._asked]
-        return _Notice(plans, decision, refusal, ends, self.asks_to_end)
+        return Notice(plans, decision, refusal, ends, self.asks_to_end)
 
     def forget_older_weights(self) -> None:
         """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
@@ -369,46 +305,6 @@ class AsynchronousPipeline(Pipeline):
             self._minibatches.newest_update,
         )
 
-    def _require_movable(self, parts: Sequence[Plan]) -> None:
-        """Raises PlanError where plans cannot come into force one after the other in an
-        asynchronous schedule.
-        """
-        # A layer moves in one part only.
-        plan, schedule = parts[-1], self.settings.schedule
-        for part in parts:
-            if part.placement.owners:
-                raise PlanError(
-                    f"schedule={schedule!r}: values would go back to an earlier stage, as the"
-                    f" layers would be on the stages {part.placement.owners}, in the order of their"
-                    " calls, for each virtual machine (replica of the pipeline). Move the layers"
-                    " between them, too, or use schedule='1f1b'."
-                )
-        if self._aggregation is not None and self._aggregation.in_order:
-            raise PlanError(
-                f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
-                " the virtual machines by collectives, whose process groups all ranks have to make"
-                " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
-                " virtual_machines=1, or schedule='1f1b'."
-            )
-        assert self.holdings is not None
-        require_same_sharers(self.holdings.uses, self.plan.placement, plan.placement, schedule)
-        before, after = (
-            [stage for vm in range(self.replicas.count) for stage in placement.stages(vm)]
-            for placement in (self.plan.placement, plan.placement)
-        )
-        moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
-        copied = self.holdings.kept.copied_layers if moving else {}
-        for layer in (layer % plan.placement.num_layers for layer in moving):
-            if layer in copied:
-                raise PlanError(
-                    f"schedule={schedule!r}: a callback, or other code of yours, keeps a copy of"
-                    f" {copied[layer]!r} (an average, for example), and copies do not move while"
-                    " minibatches are in flight. Leave the layer where it is, keep no copy, or use"
-                    " schedule='1f1b'."
-                )
-        for part in parts:
-            self._require_one_holder(part)
-
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:
         """Those that wait for their backward on this stage, the oldest first."""
@@ -445,7 +341,7 @@ class AsynchronousPipeline(Pipeline):
     def _finish(self, minibatch: Minibatch) -> Finished:
         assert self.holdings is not None
         self._timers.pop(minibatch.number, None)
-        report = self._report_along(minibatch)
+        report = self._reports.report(self._under_way[minibatch.number])
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
         with self.section("[PipeShift] sum gradients"):
@@ -479,66 +375,8 @@ class AsynchronousPipeline(Pipeline):
 
     # --- the report ---
 
-    def _own_report(self, minibatch: Minibatch) -> Report:
-        one = self._under_way[minibatch.number]
-        leaves = list(one.results.leaves)
-        for places, take in one.awaited:
-            for at, tensor in zip(places, take(), strict=True):
-                leaves[at] = tensor
-        outcomes, metrics = to_host(
-            one.results.rebuild([x.tensor if isinstance(x, Kept) else x for x in leaves])
-        )
-        report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
-        digest = one.results.digest(with_numbers=False)
-        return replace(report, metrics=metrics, digest=digest)
-
-    def _report_along(self, minibatch: Minibatch) -> Report:
-        """The last stage's report of a minibatch, which goes from stage to stage as its gradient
-        does.
-        """
-        stage = self.channels.stage
-        if self.is_last:
-            mine = self._own_report(minibatch)
-            mine.asks_to_end = self._asks_to_end_here
-            mine.stops = minibatch.stops()
-            report = merge_reports(self.replicas.exchange(mine), self.vm)
-        else:
-            with self.section(WAIT, What.WAIT, REPORT):
-                report = self.channels.receive_object(stage + 1)
-        self._end_is_wanted |= report.asks_to_end
-        if stage:
-            self.channels.send_object(report, stage - 1)
-            # The earlier stage takes them in this order, each after a backward.
-            self.channels.settle(all_but=2 * self.channels.num_stages)
-        results = self._under_way[minibatch.number].results
-        if report.digest != results.digest(with_numbers=False):
-            raise LayerError(
-                "The ranks have logged, returned, or put into a metric, different values in a step."
-                " With an asynchronous schedule do this on every rank (without `if"
-                f" trainer.is_global_zero`). {ADVICE}"
-            )
-        return report
-
     def _number_of(self, key: Key) -> int | None:
         return next((n for n, one in self._under_way.items() if one.run == key.step), None)
-
-    def _require_one_holder(self, plan: Plan) -> None:
-        """Raises PlanError if a layer moves with a tensor of which another stage may have the
-        newest values: that one is not asked while minibatches are in flight.
-        """
-        core = self.values.core
-        now, then = (each.placement.stages(self.vm) for each in (self.plan, plan))
-        elsewhere = {*core.shared_state(), *(x for x in core.written if not x.requires_grad)}
-        for layer, name in zip(core.layers, core.names, strict=True) if elsewhere else ():
-            number = core.number[layer]
-            for inner, tensor in (*layer.named_buffers(), *layer.named_parameters()):
-                if now[number] != then[number] and tensor in elsewhere:
-                    raise PlanError(
-                        f"schedule={self.settings.schedule!r}: steps write to `{name}.{inner}`, or"
-                        " several layers have it, and no optimizer trains it. So the layer"
-                        f" `{name}` cannot change its owner while minibatches are in flight. Leave"
-                        " it where it is, or use schedule='1f1b'."
-                    )
 
     def _end_steps(self) -> None:
         """Runs the rest of the steps that are suspended."""
@@ -586,7 +424,7 @@ class AsynchronousPipeline(Pipeline):
             sums=self._sums(given.accumulation),
             tag=tag,
         )
-        self._begins = self._under_way[minibatches.next] = _UnderWay(
+        self._begins = self._under_way[minibatches.next] = UnderWay(
             given, minibatch, core.num_steps
         )
         if minibatches.turn_has_backward:
@@ -687,10 +525,7 @@ class AsynchronousPipeline(Pipeline):
             (outcome,) = losses.outcomes
             if not given.wants_result:
                 outcome.result = None
-            one.results = Structure(
-                (losses.outcomes, list(map(last_value, self.values.gathering.metrics)))
-            )
-            self._tell_results(one)
+            self._reports.send_results(one, self.values.gathering)
             loss = outcome.loss
             if loss is not None and loss.requires_grad:
                 microbatch.root = losses.weighed(0, given, self.replicas.count)
@@ -705,22 +540,6 @@ class AsynchronousPipeline(Pipeline):
         microbatch.saves = self._in_memory.saves(self.plan, number, batch, is_first=True)
         return microbatch
 
-    def _tell_results(self, one: _UnderWay) -> None:
-        """Sends the last stage those results that others have."""
-        last, leaves = self.channels.num_stages - 1, one.results.leaves
-        sources = {leaf.key.source for leaf in leaves if isinstance(leaf, Kept)}
-        for source in sorted(sources - {last}):
-            places = [
-                at
-                for at, leaf in enumerate(leaves)
-                if isinstance(leaf, Kept) and leaf.key.source == source
-            ]
-            mine = to_host([leaves[at].tensor for at in places])
-            take = one.microbatch.tell_later(mine, source, last, "the results of the step")
-            one.awaited.append((places, take))
-
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
-        values = to_device(report.metrics, self.channels.device)
-        for metric, value in zip(self.values.gathering.metrics, values, strict=True):
-            set_last_value(metric, value)
+        self._reports.take_metrics(report, self.values.gathering)

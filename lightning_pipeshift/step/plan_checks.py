@@ -9,6 +9,9 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.sharing import require_same_sharers
+from lightning_pipeshift.values.core import Core
 
 
 def adoptable(plan: Plan, now: Plan, coming: Plan, names: Sequence[str], has_memory: bool) -> Plan:
@@ -72,3 +75,77 @@ def require_no_shared_moves(plan: Plan, now: Plan, vm: int, uses: Iterable[Param
             "With manual optimization, layers that share weights cannot move while training"
             " runs. Start a run with the new plan instead."
         )
+
+
+def require_movable(
+    parts: Sequence[Plan], now: Plan, vm: int, holdings: Holdings, core: Core, in_order: bool
+) -> None:
+    """Raises PlanError where plans cannot come into force one after the other while minibatches are
+    in flight.
+
+    Args:
+        parts: the plans. A layer moves in one of them only.
+        now: the plan in force.
+        vm: this rank's virtual machine.
+        holdings: the parameters and buffers of this stage.
+        core: runs the steps.
+        in_order: whether gradients are summed over the virtual machines by collectives.
+    """
+    plan, schedule = parts[-1], now.schedule
+    for part in parts:
+        if part.placement.owners:
+            raise PlanError(
+                f"schedule={schedule!r}: values would go back to an earlier stage, as the"
+                f" layers would be on the stages {part.placement.owners}, in the order of their"
+                " calls, for each virtual machine (replica of the pipeline). Move the layers"
+                " between them, too, or use schedule='1f1b'."
+            )
+    if in_order:
+        raise PlanError(
+            f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
+            " the virtual machines by collectives, whose process groups all ranks have to make"
+            " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
+            " virtual_machines=1, or schedule='1f1b'."
+        )
+    require_same_sharers(holdings.uses, now.placement, plan.placement, schedule)
+    machines = range(len(plan.placement.counts))
+    before, after = (
+        [stage for vm in machines for stage in placement.stages(vm)]
+        for placement in (now.placement, plan.placement)
+    )
+    moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
+    copied = holdings.kept.copied_layers if moving else {}
+    for layer in (layer % plan.placement.num_layers for layer in moving):
+        if layer in copied:
+            raise PlanError(
+                f"schedule={schedule!r}: a callback, or other code of yours, keeps a copy of"
+                f" {copied[layer]!r} (an average, for example), and copies do not move while"
+                " minibatches are in flight. Leave the layer where it is, keep no copy, or use"
+                " schedule='1f1b'."
+            )
+    for part in parts:
+        require_one_holder(part, now, vm, core)
+
+
+def require_one_holder(plan: Plan, now: Plan, vm: int, core: Core) -> None:
+    """Raises PlanError if a layer moves with a tensor of which another stage may have the newest
+    values: that one is not asked while minibatches are in flight.
+
+    Args:
+        plan: the new plan.
+        now: the plan in force.
+        vm: this rank's virtual machine.
+        core: runs the steps.
+    """
+    before, after = (each.placement.stages(vm) for each in (now, plan))
+    elsewhere = {*core.shared_state(), *(x for x in core.written if not x.requires_grad)}
+    for layer, name in zip(core.layers, core.names, strict=True) if elsewhere else ():
+        number = core.number[layer]
+        for inner, tensor in (*layer.named_buffers(), *layer.named_parameters()):
+            if before[number] != after[number] and tensor in elsewhere:
+                raise PlanError(
+                    f"schedule={now.schedule!r}: steps write to `{name}.{inner}`, or several"
+                    " layers have it, and no optimizer trains it. So the layer"
+                    f" `{name}` cannot change its owner while minibatches are in flight. Leave"
+                    " it where it is, or use schedule='1f1b'."
+                )
