@@ -28,13 +28,13 @@ from lightning_pipeshift.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.step.control_files import Answer
-from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
 from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.step.notices import Notice, Notices
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.plan_checks import require_movable, require_one_holder
 from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.step.training_batch import TrainingBatch
 from lightning_pipeshift.step.value_steps import ValueSteps

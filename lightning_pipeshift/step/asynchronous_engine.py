@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key, Place
-from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.tails import Tails
 
 

@@ -12,11 +12,11 @@ from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.messages import ADVICE
 from lightning_pipeshift.runtime.comm.replicas import Replicas
-from lightning_pipeshift.step.engine import SuspendableMicrobatch
 from lightning_pipeshift.step.gathering import Gathering
 from lightning_pipeshift.step.minibatches import Minibatch
 from lightning_pipeshift.step.reporting import Reporting
 from lightning_pipeshift.step.step_report import Report, merge_reports
+from lightning_pipeshift.step.suspendable import SuspendableMicrobatch
 from lightning_pipeshift.step.training_batch import WAIT, TrainingBatch
 from lightning_pipeshift.timeline.recording import REPORT, What
 from lightning_pipeshift.values.gathering import Kept, Structure

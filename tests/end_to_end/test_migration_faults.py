@@ -39,7 +39,7 @@ from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import _FINAL, Migration
 from lightning_pipeshift.runtime.ownership.transfers import MessageKind
-from lightning_pipeshift.step.engine import SuspendableMicrobatch
+from lightning_pipeshift.step.suspendable import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.cases import some
 from tests.end_to_end.test_changing_plans import Trains

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Planned, SwapAll
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
-from lightning_pipeshift.step.engine import SuspendableMicrobatch
+from lightning_pipeshift.step.suspendable import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import Value

@@ -20,7 +20,8 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
-from lightning_pipeshift.step.engine import Engine, Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.engine import Engine
+from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, seed_generators
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.values.core import Core

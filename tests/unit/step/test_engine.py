@@ -9,7 +9,7 @@ import torch
 
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
-from lightning_pipeshift.step.engine import Flight, SuspendableMicrobatch
+from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
 from lightning_pipeshift.step.suspension import ThreadState, kept
 from lightning_pipeshift.values.value import running
 
