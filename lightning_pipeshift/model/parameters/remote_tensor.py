@@ -367,7 +367,8 @@ def _cannot_be_written(computed_from: frozenset[str], function: str) -> str:
         "value that you keep of a parameter, is on the parameter's stage: create it as a copy of "
         "the parameter (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, "
         "`copy.deepcopy(module)`) and write to it, not into other parameters, into gradients, or "
-        f"into a part of a larger tensor. {_NORMS}"
+        "into a part of a larger tensor. Or do it in `training_step`, inside `torch.no_grad()`, "
+        f"where stages send each other what they need. {_NORMS}"
     )
 
 
@@ -403,7 +404,8 @@ def reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
     return LayerError(
         f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "
         f"(a gradient, a copy, a norm): it is on {_stages(names)}, and this stage has its shape "
-        "and type only. Compute with it and keep the result, which is on that stage too, and is "
+        "and type only. Read it in `training_step` or `validation_step`, where every stage gets "
+        "the value; or compute with it and keep the result, which is on that stage too, and is "
         f"saved from there; or skip it if `tensor.is_meta`. {_NORMS} After the run every rank has "
         "all values."
     )
