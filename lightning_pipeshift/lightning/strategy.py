@@ -44,8 +44,10 @@ from lightning_pipeshift.lightning.checks import (
     check_processes,
     check_run,
 )
-from lightning_pipeshift.lightning.connection import Connection, RankPlace
+from lightning_pipeshift.lightning.collectives import agree, all_gather, barrier, broadcast, reduce
+from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
+from lightning_pipeshift.lightning.job import RankPlace
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
 from lightning_pipeshift.lightning.optimizers import check_known
@@ -755,12 +757,12 @@ class PipeShiftStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self._notice_exception()
         self._meet()
-        self._connection.barrier()
+        barrier(self._connection)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         self._notice_exception()
         self._meet()
-        return self._connection.broadcast(obj, src)
+        return broadcast(self._connection, obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same value.
@@ -773,19 +775,19 @@ class PipeShiftStrategy(ParallelStrategy):
         if is_in_step or self._is_unconnected_alone:
             return tensor
         name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
-        return self._connection.reduce(tensor, name.lower())
+        return reduce(self._connection, tensor, name.lower())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over virtual machines, along a new first dimension. With a single virtual machine
         it returns the tensor itself.
         """
         self._notice_exception()
-        return tensor if self._is_unconnected_alone else self._connection.all_gather(tensor)
+        return tensor if self._is_unconnected_alone else all_gather(self._connection, tensor)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._notice_exception()
         self._meet()
-        return self._connection.agree(decision, all)
+        return agree(self._connection, decision, all)
 
     # --- checkpoints ---
 
