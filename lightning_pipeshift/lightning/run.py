@@ -121,14 +121,14 @@ class Run:
             is_sharded: whether each rank saves its own part of a checkpoint.
         """
         precision, channels = trainer.precision_plugin, self.pipeline.channels
-        training = self.training
-        over_stages(precision, training.norms_of, training.gradient_hooks, channels.sum)
+        gradients = self.training.gradients
+        over_stages(precision, gradients.norms, gradients.hooks, channels.sum)
         adjustments.when_over(partial(by_itself, precision))
         adjustments.when_over(silence_advice_to_synchronise())
         adjustments.take_steps_without_loss(trainer)
         if channels.num_stages > 1:
             adjustments.check_logs(trainer.lightning_module)
-        training.adjust(adjustments)
+        self.training.adjust(adjustments)
         adjustments.filter_parameters(
             partial(SharedComparison, trainer.lightning_module, channels, deferred)
         )

@@ -456,7 +456,7 @@ class PipeShiftStrategy(ParallelStrategy):
         Returns:
             Scalars, float32, on the CPU. A parameter without a gradient is omitted.
         """
-        return self._require_run().training.gradient_norms(norm_type)
+        return self._require_run().training.gradients.norms_by_name(norm_type)
 
     # --- for `LayerMigration` ---
 
@@ -690,16 +690,9 @@ class PipeShiftStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        training = self._require_run().training
-        if training.steps_itself:
-            training.is_in_optimizer_step = True
-            try:
-                return closure()
-            finally:
-                training.is_in_optimizer_step = False
         plain = super().optimizer_step
-        return training.optimizer_step(
-            optimizer, closure, lambda hiding: plain(optimizer, hiding, *args, **kwargs)
+        return self._require_run().training.optimizer_step(
+            optimizer, closure, lambda inner: plain(optimizer, inner, *args, **kwargs)
         )
 
     def on_train_end(self) -> None:
