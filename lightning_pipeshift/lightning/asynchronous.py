@@ -27,7 +27,7 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
-from lightning_pipeshift.lightning.loop_gradients import LoopGradients
+from lightning_pipeshift.lightning.loop_gradients import LoopGradients, OptimizerStep
 from lightning_pipeshift.lightning.optimizers import (
     GRADIENT_HOOKS,
     STEP_METHODS,
@@ -76,19 +76,34 @@ _METHODS_BETWEEN = (
 
 
 class _OwnGradients(LoopGradients):
-    """Each stage is at another batch: user code sees the gradients of the stage's own layers."""
+    """Each stage is at another batch: user code sees the gradients of the stage's own layers, and
+    ``training_step`` makes the updates.
+    """
+
+    is_in_optimizer_step = False
+    """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
     def hooks(self) -> AbstractContextManager[None]:
         """See :class:`LoopGradients`."""
         return self.of_this_stage()
 
     def norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        """Raises ConfigurationError: the stages are at different batches."""
+        """Raises ConfigurationError."""
         raise ConfigurationError(
             "An asynchronous schedule: the norms of all gradients are not known when a stage"
             " steps, as the stages are at different batches. Clip by value, log the norms of a"
             " stage's own gradients, or use schedule='1f1b'."
         )
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: OptimizerStep
+    ) -> Any:
+        """Returns the closure's result."""
+        self.is_in_optimizer_step = True
+        try:
+            return closure()
+        finally:
+            self.is_in_optimizer_step = False
 
 
 class AsynchronousTraining(TrainingSteps):
@@ -101,6 +116,7 @@ class AsynchronousTraining(TrainingSteps):
     """
 
     steps_itself = True
+    gradients: _OwnGradients
     _pipeline: AsynchronousPipeline
 
     def __init__(self, trainer: pl.Trainer, pipeline: AsynchronousPipeline, *rest: Any) -> None:
@@ -109,8 +125,6 @@ class AsynchronousTraining(TrainingSteps):
         self._arrived: deque[Finished] = deque()
         """Minibatches that have had their update here, and whose values are not logged yet."""
         self._number = 0
-        self._is_in_optimizer_step = False
-        """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
     def adjust(self, adjustments: Adjustments) -> None:
         """See :class:`TrainingSteps`. The values of a minibatch are logged under its own number."""
@@ -163,7 +177,7 @@ class AsynchronousTraining(TrainingSteps):
                 f" many batches as there are stages. Use accumulate_grad_batches={depth} or more,"
                 " or schedule='async'."
             )
-        if ends_update and not self._is_in_optimizer_step:
+        if ends_update and not self.gradients.is_in_optimizer_step:
             raise ConfigurationError(
                 "An asynchronous schedule: `optimizer_step` of the LightningModule has called its"
                 " closure without `optimizer.step(closure=...)`. The update of a batch follows its"
@@ -257,19 +271,6 @@ class AsynchronousTraining(TrainingSteps):
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
         """Returns the loss: the backward has run in the call of ``training_step``."""
         return loss
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-    ) -> Any:
-        """Returns the closure's result: ``training_step`` makes the updates."""
-        self._is_in_optimizer_step = True
-        try:
-            return closure()
-        finally:
-            self._is_in_optimizer_step = False
 
     # --- an update ---
 

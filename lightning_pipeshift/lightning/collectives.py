@@ -36,17 +36,18 @@ def broadcast(connection: Connection, value: T, source: int) -> T:
     return found
 
 
-def reduce(connection: Connection, value: Any, operation: str) -> Any:
+def reduce(connection: Connection, value: Any, operation: Any) -> Any:
     """Returns a tensor reduced over the virtual machines, all stages of which pass the same one.
 
     Args:
         connection: to the other ranks.
         value: anything but a tensor is returned as it is.
-        operation: as for :meth:`Replicas.reduce`.
+        operation: torch's, or the name of one.
     """
     if connection.has_failed or connection.replicas.count == 1 or not isinstance(value, Tensor):
         return value
-    return connection.replicas.reduce(value, operation)
+    name = operation if isinstance(operation, str) else str(operation).rpartition(".")[2]
+    return connection.replicas.reduce(value, name.lower())
 
 
 def all_gather(connection: Connection, tensor: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class Connection:
         self._groups: ProcessGroups | None = None
         self._channels: Channels | None = None
         self._replicas: Replicas | None = None
-        self._rings: Rings | None = None
+        self.rings: Rings | None = None
+        """This rank's part in the rings over the virtual machines; ``None`` for a single one."""
         self._place: RankPlace | None = None
         self._sockets: Opened = frozenset()
         # Ranks that have all failed together can still complete a checkpoint.
@@ -89,13 +90,6 @@ class Connection:
     def groups(self) -> ProcessGroups:
         """The process groups that carry tensors from device to device."""
         return _connected(self._groups, "ranks")
-
-    @property
-    def rings(self) -> Rings | None:
-        """This rank's part in the rings over the virtual machines; ``None`` if there is only
-        one virtual machine.
-        """
-        return self._rings
 
     @property
     def hosts(self) -> list[str]:
@@ -188,7 +182,7 @@ class Connection:
         everyone, of_all = range(place.world_size), hosts[vm]
         if topology.num_virtual_machines > 1:
             of_all = lanes.between_stages(everyone, has_transfers=False)
-            self._rings = Rings(
+            self.rings = Rings(
                 lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched, turns
             )
         # In the order of the ranks: that of the stages may change.
@@ -265,10 +259,10 @@ class Connection:
         if self._channels is not None and self._replicas is not None:
             self._channels.close()
             self._replicas.world.close()
-        if self._rings is not None:
-            self._rings.close()
+        if self.rings is not None:
+            self.rings.close()
         groups = self._groups
-        self._channels = self._replicas = self._rings = self._groups = None
+        self._channels = self._replicas = self.rings = self._groups = None
         if groups is not None:
             groups.end_all()
         else:
@@ -283,6 +277,6 @@ class Connection:
         if groups is not None:
             groups.abort()
         shut_down(self._sockets)
-        if self._rings is not None:
+        if self.rings is not None:
             # Lanes may have been opened later.
-            shut_down(self._rings.sockets)
+            shut_down(self.rings.sockets)

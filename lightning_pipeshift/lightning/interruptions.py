@@ -49,8 +49,7 @@ class Interruptions:
             adjustments: those of the run.
             is_sharded: whether each rank saves its own part of a checkpoint.
         """
-        adjustments.notify_of_sigterm(self._trainer, self._note_sigterm)
-        adjustments.skip_sigterm_broadcast(self._trainer)
+        adjustments.hear_sigterm(self._trainer, self._note_sigterm)
         self._saves_alone = self._pipeline.channels.num_stages == 1 and not is_sharded
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             saves = isinstance(callback, OnExceptionCheckpoint) or getattr(

@@ -32,6 +32,9 @@ from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running
 
+# A step of an optimizer, given the closure that computes the gradients: returns the step's result.
+OptimizerStep = Callable[[Callable[[], Any]], Any]
+
 
 class _Tag(NamedTuple):
     """The settings under which an update is made.
@@ -124,10 +127,7 @@ class LoopGradients:
     # --- the optimizer's step ---
 
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: OptimizerStep
     ) -> Any:
         """Makes a step of the optimizer, and returns its result. Code around it sees gradients of
         all stages, and the optimizer those of this one. In manual optimization, the user's step
@@ -136,7 +136,7 @@ class LoopGradients:
         Args:
             optimizer: the Trainer's.
             closure: computes the gradients, and may do more of the user's.
-            step: Lightning's step with a closure.
+            step: Lightning's.
         """
         if not self._is_automatic:
             return self._step_by_hand(optimizer, closure, step)
@@ -153,10 +153,7 @@ class LoopGradients:
         return result
 
     def _step_by_hand(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: OptimizerStep
     ) -> Any:
         program = running()
 

@@ -13,11 +13,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.loop_gradients import LoopGradients
-from lightning_pipeshift.lightning.optimizer_trial import check_updates
 from lightning_pipeshift.lightning.optimizers import (
     check_known,
     only_clips_by_norm,
@@ -30,6 +28,7 @@ from lightning_pipeshift.lightning.run_tables import lanes_table, stages_table
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.parameters.optimizer_trial import check_updates
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.liveness.stalls import purpose
@@ -312,15 +311,6 @@ class TrainingSteps:
             ):
                 return plain()
         return self.gradients.hand_over(loss)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-    ) -> Any:
-        """See :meth:`LoopGradients.optimizer_step`."""
-        return self.gradients.optimizer_step(optimizer, closure, step)
 
     # --- the end ---
 
