@@ -36,16 +36,14 @@ def check_devices(devices: Iterable[torch.device]) -> None:
 
 def check_run(module: pl.LightningModule, settings: Settings, topology: Topology) -> None:
     """Raises ConfigurationError for a module or settings of which no pipeline can be made."""
-    if module.automatic_optimization:
-        _check_automatic(module, settings, topology)
-    else:
+    if not module.automatic_optimization:
         _check_manual(settings, topology.num_virtual_machines)
+    elif not runs_whole_steps(settings, topology):
+        _check_automatic(module)
     check_shares(settings.batch_shares, topology.num_virtual_machines)
 
 
-def _check_automatic(module: pl.LightningModule, settings: Settings, topology: Topology) -> None:
-    if runs_whole_steps(settings, topology):
-        return
+def _check_automatic(module: pl.LightningModule) -> None:
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, name, None)
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):

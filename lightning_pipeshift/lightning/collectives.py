@@ -37,12 +37,8 @@ def broadcast(connection: Connection, value: T, source: int) -> T:
 
 
 def reduce(connection: Connection, value: Any, operation: Any) -> Any:
-    """Returns a tensor reduced over the virtual machines, all stages of which pass the same one.
-
-    Args:
-        connection: to the other ranks.
-        value: anything but a tensor is returned as it is.
-        operation: torch's, or the name of one.
+    """Returns a tensor reduced over the virtual machines, all stages of which pass the same one;
+    anything but a tensor is returned as it is. The operation is torch's, or the name of one.
     """
     if connection.has_failed or connection.replicas.count == 1 or not isinstance(value, Tensor):
         return value

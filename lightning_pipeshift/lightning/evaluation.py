@@ -46,13 +46,7 @@ def _may_end_early(loader: Any) -> bool:
 
 
 class EvaluationSteps:
-    """The evaluation steps of one run on one rank.
-
-    Args:
-        trainer: the Trainer.
-        pipeline: this rank's pipeline.
-        context: that of a step.
-    """
+    """The evaluation steps of one run on one rank."""
 
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer

@@ -23,13 +23,7 @@ from lightning_pipeshift.step.pipeline import Pipeline
 
 
 class Interruptions:
-    """The events that may end one run.
-
-    Args:
-        trainer: the Trainer.
-        pipeline: this rank's pipeline.
-        connection: to the other ranks.
-    """
+    """The events that may end one run."""
 
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, connection: Connection) -> None:
         self._trainer = trainer

@@ -60,13 +60,8 @@ class Launcher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Starts the processes, and calls a function in this one.
-
-        Args:
-            function: the function to call.
-            args: its arguments.
-            trainer: not used.
-            kwargs: further arguments of the function.
+        """Starts the processes, calls a function in this one, and returns its result. The Trainer
+        is not used.
         """
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes

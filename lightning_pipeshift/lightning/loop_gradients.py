@@ -49,12 +49,7 @@ class _Tag(NamedTuple):
 
 
 class LoopGradients:
-    """The gradients of one run on one rank.
-
-    Args:
-        trainer: the Trainer.
-        pipeline: this rank's pipeline.
-    """
+    """The gradients of one run on one rank."""
 
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
         self._trainer = trainer

@@ -11,13 +11,7 @@ from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, tabl
 
 
 def stages_table(plan: Plan, topology: Topology, hosts: Sequence[str]) -> str:
-    """Returns the stages of each virtual machine with their layers.
-
-    Args:
-        plan: in force.
-        topology: the ranks of each stage.
-        hosts: the name of each rank's host.
-    """
+    """Returns the stages of each virtual machine, with the names of their hosts and layers."""
     lines: list[str] = []
     for vm, ranks in enumerate(topology.ranks):
         rows = [["stage", "rank", "host", "parameters", "layers"]]
@@ -30,11 +24,7 @@ def stages_table(plan: Plan, topology: Topology, hosts: Sequence[str]) -> str:
 
 
 def lanes_table(lanes: Mapping[str, LaneTraffic]) -> str:
-    """Returns what each lane of the first rank has carried.
-
-    Args:
-        lanes: by name.
-    """
+    """Returns what each lane of the first rank has carried, given by the lane's name."""
     rows = [["lane", "sent", "throughput", "blocks waited"]]
     for name, lane in lanes.items():
         speed = f"{bytes_text(lane.bytes_per_second)}/s"

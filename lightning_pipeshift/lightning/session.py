@@ -84,17 +84,8 @@ class Session:
 
     def settings(self, trainer: pl.Trainer, options: Options, next_run: NextRun) -> Settings:
         """Returns the settings of a run that begins now. Numbers that are left to the planner are
-        chosen first, unless an earlier run has chosen the same.
-
-        Args:
-            trainer: the Trainer.
-            options: the user's.
-            next_run: what callbacks and commands ask.
-
-        Raises:
-            ConfigurationError: see :func:`~.auto_numbers.chosen`.
-            PlanError: likewise.
-            BudgetError: likewise.
+        chosen first, unless an earlier run has chosen the same; that raises the errors of
+        :func:`~.auto_numbers.chosen`.
         """
         settings = Settings(
             **vars(options),
@@ -125,13 +116,7 @@ class Session:
         self._microbatches = number
 
     def start(self, trainer: pl.Trainer, settings: Settings, requests: Path | None) -> None:
-        """Starts a run of the Trainer's module.
-
-        Args:
-            trainer: the Trainer.
-            settings: of the run.
-            requests: the folder in which the first rank takes requests for moves.
-        """
+        """Starts a run, in which the first rank takes requests for moves from a folder, if any."""
         self.checkpoints.connect()
         run = self.run = Run.start(trainer, self.connection, settings, self.deferred)
         run.adjust(trainer, self._adjustments, self.deferred, self.checkpoints.is_sharded)
@@ -140,12 +125,8 @@ class Session:
         self.checkpoints.begin_run(run.pipeline, trainer.state.fn == TrainerFn.FITTING)
 
     def share_of(self, loader: object, shares: Sequence[float] | None, pads: bool) -> object:
-        """Returns the loader of this virtual machine's part of the data.
-
-        Args:
-            loader: the user's.
-            shares: of the virtual machines; ``None``: equal ones.
-            pads: see :func:`~.data.for_virtual_machine`.
+        """Returns the loader of this virtual machine's part of the data: see
+        :func:`~.data.for_virtual_machine`. Without ``shares`` all are equal.
         """
         vm, count = self.connection.replicas.vm, self.connection.replicas.count
         shares = shares or [1.0] * count
@@ -157,10 +138,6 @@ class Session:
     def end(self, module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Makes the model whole again, on the CPU, and undoes the run's changes to Lightning's
         objects.
-
-        Args:
-            module: the model.
-            optimizers: those of the run.
         """
         self._adjustments.undo()
         if self.run is not None:

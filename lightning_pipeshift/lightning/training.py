@@ -156,11 +156,7 @@ class TrainingSteps:
         return to_device(report.result, self._pipeline.channels.device)
 
     def _step_of(self, rest: Sequence[Any]) -> UserStep:
-        """The user's step, in the user's precision.
-
-        Args:
-            rest: its arguments after the batch.
-        """
+        """The user's step, in the user's precision, with its arguments after the batch."""
 
         def run(root: Any, part: Any, *rest: Any) -> Any:
             with self._trainer.precision_plugin.train_step_context():
@@ -170,11 +166,7 @@ class TrainingSteps:
 
     def measure(self, batch: Any, *rest: Any) -> Measured | None:
         """Measures the machines and the model without training: the result is on the first rank.
-        Every rank calls this, before the first batch.
-
-        Args:
-            batch: as for :meth:`run`, as are the others.
-            rest: the step's other arguments.
+        Every rank calls this, before the first batch, with the arguments of :meth:`run`.
         """
         pipeline = self._pipeline
         number = pipeline.settings.num_microbatches(pipeline.replicas.topology.stages_per_vm)
