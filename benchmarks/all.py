@@ -31,6 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGE = "lightning_pipeshift"
 STEP = (
     *(f"{PACKAGE}/{room}" for room in ("model", "runtime", "step", "values")),
+    f"{PACKAGE}/lightning/loop_gradients.py",
     f"{PACKAGE}/lightning/training.py",
 )
 PLANNING = (f"{PACKAGE}/plan",)

@@ -27,6 +27,7 @@ from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.lightning.session import NextRun
 from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.testing.sleeping import Sleeper
@@ -64,7 +65,7 @@ def run(machines: Machines, num_steps: int, measures: bool) -> Any:
         virtual_machines=machines, microbatches=NUM_MICROBATCHES, profile_steps=4 * measures
     )
     if measures:
-        strategy.only_measures()
+        strategy.next_run = NextRun(only_measures=True)
     steps = Steps(num_steps + NUM_WARM_UP)
     where = {"devices": 1, "num_nodes": len(MEGABITS), "strategy": strategy}
     trainer = quiet_trainer(where, max_epochs=-1, callbacks=[steps])

@@ -63,7 +63,7 @@ def _train_alone() -> None:
                 **QUIET, accelerator="cpu", devices=1, max_steps=2, strategy=strategy
             )
             trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader())
-            strategy._connection.close()
+            strategy._session.connection.close()
     finally:
         # Lightning has put the handler back without faulthandler's knowledge, which would then not
         # install it again in a rank.

@@ -28,6 +28,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_pipeshift.commands.planning import add_budgets, budgets_of, plan_and_show, within
 from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
+from lightning_pipeshift.lightning.session import NextRun
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.document.files import save_cluster, save_profile
 
@@ -48,7 +49,8 @@ class Measuring(Callback):
         if strategy.is_measured:
             trainer.should_stop = True
         if trainer.is_global_zero:
-            self._show(trainer.global_step, strategy.steps_to_measure, trainer.should_stop)
+            total = strategy.pipeline.settings.profile_steps
+            self._show(trainer.global_step, total, trainer.should_stop)
 
     def _show(self, step: int, total: int, is_over: bool) -> None:
         # The plan is made in a thread, during a few more steps.
@@ -109,7 +111,7 @@ def _measuring_cli(
                     f"configuration has `{type(trainer.strategy).__name__}`. Set "
                     "`trainer.strategy: pipeshift`, or remove it."
                 )
-            trainer.strategy.only_measures()
+            trainer.strategy.next_run = NextRun(only_measures=True)
             return trainer
 
     return MeasuringCLI

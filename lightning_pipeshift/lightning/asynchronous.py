@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.lightning_private import (
     accumulates,
@@ -26,6 +27,7 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
+from lightning_pipeshift.lightning.loop_gradients import LoopGradients, OptimizerStep
 from lightning_pipeshift.lightning.optimizers import (
     GRADIENT_HOOKS,
     STEP_METHODS,
@@ -35,7 +37,7 @@ from lightning_pipeshift.lightning.optimizers import (
     with_options,
 )
 from lightning_pipeshift.lightning.patches import Adjustments
-from lightning_pipeshift.lightning.steps import StepContext, is_hook_used
+from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
@@ -73,6 +75,37 @@ _METHODS_BETWEEN = (
 )
 
 
+class _OwnGradients(LoopGradients):
+    """Each stage is at another batch: user code sees the gradients of the stage's own layers, and
+    ``training_step`` makes the updates.
+    """
+
+    is_in_optimizer_step = False
+    """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """See :class:`LoopGradients`."""
+        return self.of_this_stage()
+
+    def norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        """Raises ConfigurationError."""
+        raise ConfigurationError(
+            "An asynchronous schedule: the norms of all gradients are not known when a stage"
+            " steps, as the stages are at different batches. Clip by value, log the norms of a"
+            " stage's own gradients, or use schedule='1f1b'."
+        )
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], step: OptimizerStep
+    ) -> Any:
+        """Returns the closure's result."""
+        self.is_in_optimizer_step = True
+        try:
+            return closure()
+        finally:
+            self.is_in_optimizer_step = False
+
+
 class AsynchronousTraining(TrainingSteps):
     """The training steps of one run with an asynchronous schedule.
 
@@ -83,17 +116,12 @@ class AsynchronousTraining(TrainingSteps):
     """
 
     steps_itself = True
+    gradients: _OwnGradients
     _pipeline: AsynchronousPipeline
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        pipeline: AsynchronousPipeline,
-        context: StepContext,
-        hosts: Sequence[str],
-        say: Callable[[str], None],
-    ) -> None:
-        super().__init__(trainer, pipeline, context, hosts, say)
+    def __init__(self, trainer: pl.Trainer, pipeline: AsynchronousPipeline, *rest: Any) -> None:
+        super().__init__(trainer, pipeline, *rest)
+        self.gradients = _OwnGradients(trainer, pipeline)
         self._arrived: deque[Finished] = deque()
         """Minibatches that have had their update here, and whose values are not logged yet."""
         self._number = 0
@@ -149,21 +177,13 @@ class AsynchronousTraining(TrainingSteps):
                 f" many batches as there are stages. Use accumulate_grad_batches={depth} or more,"
                 " or schedule='async'."
             )
-        if ends_update and not self.is_in_optimizer_step:
+        if ends_update and not self.gradients.is_in_optimizer_step:
             raise ConfigurationError(
                 "An asynchronous schedule: `optimizer_step` of the LightningModule has called its"
                 " closure without `optimizer.step(closure=...)`. The update of a batch follows its"
                 " backward, in a later call, so it cannot be left out. Call `optimizer.step` with"
                 " the closure in each call, or use schedule='1f1b'."
             )
-
-    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        """Raises ConfigurationError: the stages are at different batches."""
-        raise ConfigurationError(
-            "An asynchronous schedule: the norms of all gradients are not known when a stage"
-            " steps, as the stages are at different batches. Clip by value, log the norms of a"
-            " stage's own gradients, or use schedule='1f1b'."
-        )
 
     @property
     def _depth(self) -> int:
@@ -248,12 +268,8 @@ class AsynchronousTraining(TrainingSteps):
                 " has ended before they could begin."
             )
 
-    def gradient_hooks(self) -> AbstractContextManager[None]:
-        """See :class:`TrainingSteps`: of this stage's own layers."""
-        return self._own_gradients()
-
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
-        """The backward has run in the call of ``training_step``."""
+        """Returns the loss: the backward has run in the call of ``training_step``."""
         return loss
 
     # --- an update ---
@@ -263,7 +279,7 @@ class AsynchronousTraining(TrainingSteps):
         around the update finds tensors of this stage: the others are at other updates.
         """
         self._arrived.append(one)
-        trainer, holdings, loss = self._trainer, self.holdings, one.report.loss
+        trainer, holdings, loss = self._trainer, self.gradients.holdings, one.report.loss
         module, precision = trainer.lightning_module, trainer.precision_plugin
         if loss is None:
             holdings.gradients.hand_over()
@@ -276,7 +292,7 @@ class AsynchronousTraining(TrainingSteps):
             return
         with (
             self._pipeline.updating(one.minibatch),
-            self._around_step_hooks(trainer.optimizers[0]),
+            self.gradients.around_step_hooks(trainer.optimizers[0]),
         ):
             in_flight = self._pipeline.minibatches_in_flight
             waiting = [minibatch.tag.options for minibatch in in_flight]

@@ -30,6 +30,7 @@ from lightning_pipeshift.checkpoint.gather_state import (
 from lightning_pipeshift.checkpoint.sharded import leaves
 from lightning_pipeshift.compat.lightning_private import WrappingCheckpointIO, is_local_path
 from lightning_pipeshift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_pipeshift.lightning.collectives import broadcast
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
@@ -192,7 +193,7 @@ class Checkpoints:
             return
         # Some callers create a random name on every rank (`BatchSizeFinder`): the first rank's is
         # used.
-        first, path = str(path), self._connection.broadcast(path, source=0)
+        first, path = str(path), broadcast(self._connection, path, source=0)
         if first != str(path):
             self._names[first] = path
         # A copy: user code in `on_save_checkpoint` got the dict, and may keep it.

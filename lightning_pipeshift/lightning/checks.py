@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipeshift.compat.lightning_private import datamodule_of
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import ConfigurationError, some_of
+from lightning_pipeshift.lightning.steps import runs_whole_steps
+from lightning_pipeshift.plan.inputs.shares import check_shares
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.planning.make_plan import Settings
 
 
@@ -31,15 +34,16 @@ def check_devices(devices: Iterable[torch.device]) -> None:
         )
 
 
-def check_run(module: pl.LightningModule, is_plain: bool) -> None:
-    """Raises ConfigurationError for a run with automatic optimization that cannot be a pipeline.
+def check_run(module: pl.LightningModule, settings: Settings, topology: Topology) -> None:
+    """Raises ConfigurationError for a module or settings of which no pipeline can be made."""
+    if not module.automatic_optimization:
+        _check_manual(settings, topology.num_virtual_machines)
+    elif not runs_whole_steps(settings, topology):
+        _check_automatic(module)
+    check_shares(settings.batch_shares, topology.num_virtual_machines)
 
-    Args:
-        module: the module to train.
-        is_plain: whether one device runs the user's own steps, each on a whole batch.
-    """
-    if is_plain:
-        return
+
+def _check_automatic(module: pl.LightningModule) -> None:
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, name, None)
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -62,18 +66,15 @@ def check_backward(module: pl.LightningModule) -> None:
 
 
 def check_optimizers(
-    optimizers: Iterable[torch.optim.Optimizer], is_plain: bool, may_be_several: bool
+    optimizers: Sequence[torch.optim.Optimizer],
+    module: pl.LightningModule,
+    settings: Settings,
+    topology: Topology,
 ) -> None:
     """Raises ConfigurationError for optimizers that cannot step one stage's parameters by
     themselves.
-
-    Args:
-        optimizers: those of the run.
-        is_plain: whether one device runs the user's own steps, each on a whole batch.
-        may_be_several: whether there may be more than one.
     """
-    optimizers = list(optimizers)
-    if len(optimizers) > 1 and not may_be_several:
+    if len(optimizers) > 1 and module.automatic_optimization:
         raise ConfigurationError(
             f"There are {len(optimizers)} optimizers, with automatic optimization. Put all"
             " parameters into one optimizer, as several parameter groups with their own rates:"
@@ -81,6 +82,7 @@ def check_optimizers(
             " losses need alternating steps (a GAN), set `automatic_optimization = False`, and call"
             " `manual_backward` and the optimizers in `training_step`."
         )
+    is_plain = runs_whole_steps(settings, topology)
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
             raise ConfigurationError(
@@ -90,13 +92,7 @@ def check_optimizers(
             )
 
 
-def check_manual(settings: Settings, num_vms: int) -> None:
-    """Raises ConfigurationError for settings that manual optimization does not go with.
-
-    Args:
-        settings: of the run.
-        num_vms: how many virtual machines there are.
-    """
+def _check_manual(settings: Settings, num_vms: int) -> None:
     found = [
         what
         for what, is_found in (

@@ -46,13 +46,7 @@ def _may_end_early(loader: Any) -> bool:
 
 
 class EvaluationSteps:
-    """The evaluation steps of one run on one rank.
-
-    Args:
-        trainer: the Trainer.
-        pipeline: this rank's pipeline.
-        context: that of a step.
-    """
+    """The evaluation steps of one run on one rank."""
 
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer
@@ -64,16 +58,20 @@ class EvaluationSteps:
         # Of the last batches, which ones they are at each stage.
         self._places: list[PostedSum] = []
 
-    def begin(self, what: str) -> None:
+    @property
+    def _what(self) -> str:
+        """The data's name in messages."""
+        if self._trainer.predicting:
+            return "prediction"
+        return "test" if self._trainer.testing else "validation"
+
+    def begin(self) -> None:
         """Compares the lengths of the data over the ranks, and makes the virtual machines' running
         statistics equal, which are used now.
-
-        Args:
-            what: the data's name in a message.
         """
         lengths, pipeline = self._loop.max_batches, self._pipeline
-        require_same_lengths(lengths, what, pipeline.channels)
-        require_data_for_all(lengths, what, pipeline.replicas)
+        require_same_lengths(lengths, self._what, pipeline.channels)
+        require_data_for_all(lengths, self._what, pipeline.replicas)
         pipeline.match_replicas(parameters_too=False)
 
     def run(self, name: str, batch: Any, *rest: Any) -> Any:
@@ -100,7 +98,10 @@ class EvaluationSteps:
 
         step = UserStep(run_step, rest)
         if self._pipeline.is_by_itself:
-            return self._run_plainly(name, batch, rest, step)
+            # A single device: its result and logs are available at once.
+            batch_idx, dataloader_idx = self._place(rest)
+            purpose = f"{name}/{dataloader_idx}"
+            return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx)
         with self._context():
             return self._run_pipelined(name, batch, rest, step)
 
@@ -148,12 +149,6 @@ class EvaluationSteps:
         while len(self._places) > all_but:
             require_same_places(self._places.pop(0).wait().tolist())
 
-    def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
-        # A single device: its result and logs are available at once.
-        batch_idx, dataloader_idx = self._place(rest)
-        purpose = f"{name}/{dataloader_idx}"
-        return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx)
-
     @property
     def _loop(self) -> Any:
         trainer = self._trainer
@@ -176,18 +171,15 @@ class EvaluationSteps:
             or is_hook_used(self._trainer, next_hook)
         )
 
-    def end(self, what: str) -> None:
+    def end(self) -> None:
         """Raises BatchError if there were fewer batches than the dataloader's length, so that the
         logs of the last batches have not been fetched.
-
-        Args:
-            what: the data's name in the message.
         """
         if self._pipeline.num_pending:
             raise BatchError(
-                f"The {what} data ended early: a dataloader's `__len__` (of its sampler, or of "
-                "its data set) returns more batches than it yields. Return the right number, or "
-                "remove it."
+                f"The {self._what} data ended early: a dataloader's `__len__` (of its sampler, or"
+                " of its data set) returns more batches than it yields. Return the right number, or"
+                " remove it."
             )
         self._compare(*_NO_BATCH)
         self._end_comparing()

@@ -23,13 +23,7 @@ from lightning_pipeshift.step.pipeline import Pipeline
 
 
 class Interruptions:
-    """The events that may end one run.
-
-    Args:
-        trainer: the Trainer.
-        pipeline: this rank's pipeline.
-        connection: to the other ranks.
-    """
+    """The events that may end one run."""
 
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, connection: Connection) -> None:
         self._trainer = trainer
@@ -49,8 +43,7 @@ class Interruptions:
             adjustments: those of the run.
             is_sharded: whether each rank saves its own part of a checkpoint.
         """
-        adjustments.notify_of_sigterm(self._trainer, self._note_sigterm)
-        adjustments.skip_sigterm_broadcast(self._trainer)
+        adjustments.hear_sigterm(self._trainer, self._note_sigterm)
         self._saves_alone = self._pipeline.channels.num_stages == 1 and not is_sharded
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             saves = isinstance(callback, OnExceptionCheckpoint) or getattr(

@@ -16,6 +16,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_pipeshift.compat.lightning_private import (
+    IS_INTERACTIVE,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     start_children,
@@ -59,13 +60,8 @@ class Launcher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Starts the processes, and calls a function in this one.
-
-        Args:
-            function: the function to call.
-            args: its arguments.
-            trainer: not used.
-            kwargs: further arguments of the function.
+        """Starts the processes, calls a function in this one, and returns its result. The Trainer
+        is not used.
         """
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
@@ -106,6 +102,21 @@ class NotebookLauncher(MultiProcessingLauncher):
             # The state of a run in this process alone; the forks would take it for theirs.
             dist.destroy_process_group()
         return super().launch(*args, **kwargs)
+
+
+def launcher_of(strategy: Any, has_met: Callable[[], bool]) -> Launcher | NotebookLauncher | None:
+    """Returns what starts the other ranks of a strategy, given what tells whether this rank is
+    connected to them; ``None`` if there are none, or something else starts them.
+    """
+    environment = strategy.cluster_environment
+    if strategy.num_processes * strategy.num_nodes == 1:
+        return None  # this process is all there is
+    if environment.creates_processes_externally:
+        return None
+    if IS_INTERACTIVE and strategy.num_nodes == 1:
+        # A notebook is no script that could be run again: the other ranks are copies of it.
+        return NotebookLauncher(strategy)
+    return Launcher(environment, strategy.num_processes, strategy.num_nodes, has_met)
 
 
 def _watch(

@@ -15,30 +15,11 @@ from torch.optim import Optimizer
 from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.lightning.steps import is_hook_used
+from lightning_pipeshift.model.parameters.optimizer_trial import BY_PARAMETER
 
 OptimizerOptions = list[dict[str, Any]]
 """The options of an optimizer's parameter groups (learning rates, for example)."""
 
-# Those that update each parameter by its own gradient and state only.
-BY_PARAMETER: Final = frozenset(
-    found
-    for name in (
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
-    if (found := getattr(torch.optim, name, None)) is not None
-)
 GRADIENT_HOOKS: Final = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 STEP_METHODS: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
 

@@ -1,4 +1,4 @@
-"""All changes that a run makes to Lightning's own objects; they are undone when it ends.
+"""All changes that a run makes to Lightning's own objects.
 
 Some code of Lightning's loops and callbacks only works on a single device. All changes are undone
 at the end of the run, as another strategy may use the same objects then.
@@ -56,14 +56,6 @@ class _Result(ClosureResult):
         return super().from_training_step_output(output, normalize)
 
 
-def _log_if_here(
-    log: Callable[..., None], name: str, value: Any, *args: Any, **options: Any
-) -> None:
-    if isinstance(value, RemoteTensor):
-        raise reading(f"self.log({name!r}, ...)", [value])
-    log(name, value, *args, **options)
-
-
 def _log_values(
     log: Callable[..., None],
     read: Callable[[Value], Any],
@@ -72,7 +64,10 @@ def _log_values(
     *rest: Any,
     **options: Any,
 ) -> None:
-    log(name, apply_to_collection(value, Value, read), *rest, **options)
+    value = apply_to_collection(value, Value, read)
+    if isinstance(value, RemoteTensor):
+        raise reading(f"self.log({name!r}, ...)", [value])
+    log(name, value, *rest, **options)
 
 
 class Adjustments:
@@ -100,12 +95,11 @@ class Adjustments:
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         self._set(optimization, "output_result_cls", _Result)
 
-    def notify_of_sigterm(self, trainer: pl.Trainer, notify: Callable[..., None]) -> None:
-        """Calls ``notify`` on SIGTERM instead of Lightning's own handler, which broadcasts."""
+    def hear_sigterm(self, trainer: pl.Trainer, notify: Callable[..., None]) -> None:
+        """Calls ``notify`` on SIGTERM instead of Lightning's own handler, and removes the broadcast
+        of a SIGTERM by the first rank before each batch.
+        """
         self._set(signal_connector(trainer), SIGTERM_NOTIFIER, notify)
-
-    def skip_sigterm_broadcast(self, trainer: pl.Trainer) -> None:
-        """Removes the broadcast of a SIGTERM by the first rank before each batch."""
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, SIGTERM_BROADCAST):
             self._set(loop, SIGTERM_BROADCAST, lambda: None)
@@ -134,14 +128,11 @@ class Adjustments:
         """Calls ``log`` after each batch instead of Lightning's function for loggers."""
         self._set(logger_connector(trainer), LOGS_STEP, log)
 
-    def check_logs(self, module: pl.LightningModule) -> None:
-        """Raises a LayerError for a logged value that is on another stage, outside of steps. Logged
-        without a word, it would be missing, or fail when the run is over.
-        """
-        self._set(module, "log", partial(_log_if_here, module.log))
-
     def log_values(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:
-        """Logs what ``read`` returns in the place of values."""
+        """Logs what ``read`` returns in the place of values. Raises a LayerError for a logged
+        parameter that is on another stage, outside of steps: logged without a word, it would be
+        missing, or fail when the run is over.
+        """
         self._set(module, "log", partial(_log_values, module.log, read))
 
     def when_over(self, undo: Callable[[], None]) -> None:

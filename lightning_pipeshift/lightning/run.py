@@ -20,7 +20,7 @@ from lightning_pipeshift.lightning.interruptions import Interruptions
 from lightning_pipeshift.lightning.metric_sync import MetricSync, silence_advice_to_synchronise
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
-from lightning_pipeshift.lightning.steps import StepContext
+from lightning_pipeshift.lightning.steps import StepContext, runs_whole_steps
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
@@ -77,10 +77,9 @@ class Run:
         metric_sync = MetricSync(connection.replicas)
         metric_sync.attach(module, device)
         requests = ControlFiles()
-        is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
         make_pipeline: type[Pipeline] = SynchronousPipeline
         make_training: Any = TrainingSteps
-        if settings.is_asynchronous and not is_plain:
+        if settings.is_asynchronous and not runs_whole_steps(settings, topology):
             make_pipeline, make_training = AsynchronousPipeline, AsynchronousTraining
         pipeline = make_pipeline(
             root=module,
@@ -122,14 +121,12 @@ class Run:
             is_sharded: whether each rank saves its own part of a checkpoint.
         """
         precision, channels = trainer.precision_plugin, self.pipeline.channels
-        training = self.training
-        over_stages(precision, training.norms_of, training.gradient_hooks, channels.sum)
+        gradients = self.training.gradients
+        over_stages(precision, gradients.norms, gradients.hooks, channels.sum)
         adjustments.when_over(partial(by_itself, precision))
         adjustments.when_over(silence_advice_to_synchronise())
         adjustments.take_steps_without_loss(trainer)
-        if channels.num_stages > 1:
-            adjustments.check_logs(trainer.lightning_module)
-        training.adjust(adjustments)
+        self.training.adjust(adjustments)
         adjustments.filter_parameters(
             partial(SharedComparison, trainer.lightning_module, channels, deferred)
         )

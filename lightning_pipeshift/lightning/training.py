@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import called_before_post_hooks, has_step_hooks
-from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
-from lightning_pipeshift.lightning.optimizer_trial import check_updates
+from lightning_pipeshift.lightning.loop_gradients import LoopGradients
 from lightning_pipeshift.lightning.optimizers import (
-    OptimizerOptions,
     check_known,
     only_clips_by_norm,
-    options_of,
-    outside_of_steps,
-    step_with,
     why_all_gradients,
     why_state_stays,
 )
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
+from lightning_pipeshift.lightning.run_tables import lanes_table, stages_table
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.parameters.optimizer_trial import check_updates
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.liveness.stalls import purpose
-from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
@@ -47,10 +39,9 @@ from lightning_pipeshift.step.checksum import (
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
-from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, run_by, running
+from lightning_pipeshift.values.value import Value, running
 
 
 def _weighed(result: Any) -> Any:
@@ -60,20 +51,8 @@ def _weighed(result: Any) -> Any:
     return result
 
 
-class _Tag(NamedTuple):
-    """The settings under which an update is made.
-
-    Args:
-        options: of the optimizer.
-        dtype: torch's default.
-    """
-
-    options: OptimizerOptions
-    dtype: torch.dtype
-
-
 class TrainingSteps:
-    """The training steps of one run on one rank.
+    """The training steps of one run on one rank, and its :attr:`gradients` outside of them.
 
     Args:
         trainer: the Trainer.
@@ -96,6 +75,7 @@ class TrainingSteps:
         self._context = context
         self._hosts = hosts
         self._say = say
+        self.gradients = LoopGradients(trainer, pipeline)
         self._num_steps = 0
         self._num_losses = 0
         self._accumulates = False
@@ -176,11 +156,7 @@ class TrainingSteps:
         return to_device(report.result, self._pipeline.channels.device)
 
     def _step_of(self, rest: Sequence[Any]) -> UserStep:
-        """The user's step, in the user's precision.
-
-        Args:
-            rest: its arguments after the batch.
-        """
+        """The user's step, in the user's precision, with its arguments after the batch."""
 
         def run(root: Any, part: Any, *rest: Any) -> Any:
             with self._trainer.precision_plugin.train_step_context():
@@ -190,11 +166,7 @@ class TrainingSteps:
 
     def measure(self, batch: Any, *rest: Any) -> Measured | None:
         """Measures the machines and the model without training: the result is on the first rank.
-        Every rank calls this, before the first batch.
-
-        Args:
-            batch: as for :meth:`run`, as are the others.
-            rest: the step's other arguments.
+        Every rank calls this, before the first batch, with the arguments of :meth:`run`.
         """
         pipeline = self._pipeline
         number = pipeline.settings.num_microbatches(pipeline.replicas.topology.stages_per_vm)
@@ -265,28 +237,12 @@ class TrainingSteps:
         )
         if not is_asked or not pipeline.has_plan or pipeline.channels.num_stages == 1:
             return
-        plan, lines = pipeline.plan, []
-        for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
-            rows = [["stage", "rank", "host", "parameters", "layers"]]
-            for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):
-                megabytes = sum(layer.parameter_bytes for layer in layers) / 1e6
-                names = layers_text([layer.name for layer in layers])
-                rows.append(
-                    [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
-                )
-            lines += [
-                f"the stages of virtual machine {vm}",
-                *table(rows),
-            ]
-        self._say("\n".join(lines))
+        self._say(stages_table(pipeline.plan, pipeline.replicas.topology, self._hosts))
 
     # --- as AsynchronousTraining does otherwise ---
 
     steps_itself = False
     """Whether ``run`` makes the optimizer's steps, instead of Lightning's loop."""
-
-    is_in_optimizer_step = False
-    """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
     @property
     def leaves_backward(self) -> bool:
@@ -321,17 +277,7 @@ class TrainingSteps:
         self._pipeline.late_updates.finish()
         self._pipeline.settle_values()
 
-    # --- gradients ---
-
-    @property
-    def holdings(self) -> Holdings:
-        """This rank's part of the model."""
-        holdings = self._pipeline.holdings
-        if holdings is None:
-            raise ConfigurationError(
-                "No stage has its layers yet: they are distributed at the first batch."
-            )
-        return holdings
+    # --- the hooks of Lightning's loop ---
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
@@ -343,8 +289,8 @@ class TrainingSteps:
             self._accumulates = False
 
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
-        """Adds the step's gradients to the parameters' own, between the hooks that belong to a
-        backward. A single device computes them only now.
+        """Adds the step's gradients to the parameters' own, and returns the loss. A single device
+        computes them only now.
 
         Args:
             loss: the step's.
@@ -356,146 +302,7 @@ class TrainingSteps:
                 self._pipeline.section("[PipeShift] backward", What.ACTION, "B0"),
             ):
                 return plain()
-        module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
-        loss = precision.pre_backward(loss, module)
-        self.holdings.gradients.hand_over()
-        # Code in `optimizer_step` may read them, until the optimizer does.
-        self.holdings.gradients.show()
-        return precision.post_backward(loss, module)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-    ) -> Any:
-        """Makes a step of the optimizer. Code around it sees gradients of all stages, and the
-        optimizer those of this one. In manual optimization, the user's step calls this.
-
-        Args:
-            optimizer: the Trainer's.
-            closure: computes the gradients, and may do more of the user's.
-            step: Lightning's step with a closure.
-        """
-        if not self._is_automatic:
-            return self._step_by_hand(optimizer, closure, step)
-
-        def then_hidden() -> Any:
-            result = closure()
-            if self._pipeline.holdings is not None:
-                self._pipeline.holdings.gradients.hide()
-            return result
-
-        with self._around_step_hooks(optimizer):
-            result = step(then_hidden)
-        self.end_optimizer_step()
-        return result
-
-    def _step_by_hand(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        step: Callable[[Callable[[], Any]], Any],
-    ) -> Any:
-        program = running()
-
-        def in_step() -> Any:
-            with run_by(program):
-                return closure()
-
-        assert isinstance(program, Microbatch)
-        program.note("optimizer.step")
-        try:
-            with run_by(None):
-                return step(in_step)
-        finally:
-            program.gradients = None
-            program.step_parameters(x for group in optimizer.param_groups for x in group["params"])
-
-    def _around_step_hooks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Context in which functions that are called after the optimizer's step see gradients of
-        all stages.
-        """
-        if not has_step_hooks(optimizer) or self._pipeline.holdings is None:
-            return nullcontext()
-        return called_before_post_hooks(optimizer, self._pipeline.holdings.gradients.show)
-
-    def end_optimizer_step(self) -> None:
-        """Called when the optimizer has stepped: hooks may read gradients until they are zeroed."""
-        pipeline = self._pipeline
-        # There are none if the optimizer did not call the step; Lightning raises an error for that.
-        if pipeline.holdings is not None:
-            pipeline.holdings.gradients.show()
-        if pipeline.late_updates.is_pending:
-            (optimizer,) = self._trainer.optimizers
-            tag = _Tag(options_of(optimizer), torch.get_default_dtype())
-            pipeline.late_updates.begin(optimizer, tag, self._update_late)
-            if pipeline.changes.last is not None:
-                # Layers are about to move.
-                pipeline.late_updates.finish()
-        pipeline.changes.weights_are_final()
-
-    def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
-        with (
-            run_by(None),
-            outside_of_steps(late.tag.dtype, self._pipeline.channels.device),
-            self.holdings.gradients.only(late.gradients, keeps_gradients),
-        ):
-            step_with(self._trainer, late.tag.options)
-        if keeps_gradients:
-            with run_by(None):
-                self.holdings.gradients.show()
-
-    def gradient_hooks(self) -> AbstractContextManager[None]:
-        """Context of user code that may read and change gradients: as values, like in a step."""
-        is_alone = self._pipeline.channels.num_stages == 1
-        if is_alone or not self._are_gradients_used or not self._is_automatic:
-            return self._own_gradients()
-        return self._gradients_as_values()
-
-    @contextmanager
-    def _gradients_as_values(self) -> Iterator[None]:
-        core, program = self._pipeline.core, running()
-        assert core is not None
-        assert isinstance(program, Microbatch)
-        program.gradients, program.sets_gradients = None, False
-        with core.seeing_parameters():
-            yield
-        if program.sets_gradients or any(map(_is_written, (program.gradients or {}).values())):
-            # Only the first stage that holds a tied parameter has changed its gradient.
-            with run_by(None):
-                self.holdings.gradients.pass_shared_around()
-        program.gradients = None
-
-    def _own_gradients(self) -> AbstractContextManager[None]:
-        """Context of user code that may read the gradients of this stage's own layers."""
-        return self.holdings.gradients.stand_ins() if self._are_gradients_used else nullcontext()
-
-    @property
-    def _are_gradients_used(self) -> bool:
-        """Whether user code may read gradients between a backward and the optimizer's step."""
-        trainer, hooks = self._trainer, ("on_after_backward", "on_before_optimizer_step")
-        return any(is_hook_used(trainer, hook) for hook in hooks) or is_overridden(
-            "configure_gradient_clipping", trainer.lightning_module
-        )
-
-    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        """The norm of each parameter's gradient, over all stages."""
-        with run_by(None):
-            return self.holdings.gradients.norms(parameters, norm_type)
-
-    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
-        """The norm of each gradient over all stages, by the parameter's name; see
-        :meth:`PipeShiftStrategy.gradient_norms`.
-        """
-        holdings = self.holdings
-        norms = self.norms_of([use.parameter for use in holdings.uses], norm_type)
-        there = holdings.gradients.are_there()
-        return {
-            use.name: norm.float()
-            for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)
-            if has_one
-        }
+        return self.gradients.hand_over(loss)
 
     # --- the end ---
 
@@ -508,16 +315,7 @@ class TrainingSteps:
             )
         self._pipeline.match_replicas(parameters_too=False)
         if lanes := self._pipeline.lane_traffic:
-            rows = [["lane", "sent", "throughput", "blocks waited"]]
-            for name, lane in lanes.items():
-                speed = f"{bytes_text(lane.bytes_per_second)}/s"
-                waited = seconds_text(lane.queueing_seconds)
-                rows.append([name, bytes_text(lane.num_bytes), speed, waited])
-            self._say("\n".join(["what the first rank's gradient lanes carried", *table(rows)]))
-
-
-def _is_written(gradient: Tensor | None) -> bool:
-    return isinstance(gradient, Value) and gradient.account.memory.num_writes > 0
+            self._say(lanes_table(lanes))
 
 
 def _tensor_of(value: Value) -> Tensor | None:

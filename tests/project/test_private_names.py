@@ -30,7 +30,7 @@ EXCEPTIONS: dict[str, str] = {}
 # Private methods of a library's class that one of ours overrides. They cannot move: the library
 # finds them on the object.
 OVERRIDDEN = {
-    "PipeShiftStrategy._configure_launcher": "every strategy of Lightning's sets its launcher here",
+    "StrategyHooks._configure_launcher": "every strategy of Lightning's sets its launcher here",
     "_OverStages._after_closure": "precision plugins have no other hook between a step's closure"
     " and the optimizer",
     "_ScalerOverStages._check_inf_per_device": "for optimizers whose kernels unscale, the scaler"

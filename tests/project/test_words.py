@@ -35,7 +35,7 @@ EXPLANATION = re.compile(r"\s\((?:one\s+)?replicas?\s+of\s+the\s+pipeline[);]")
 # Other texts of these files become part of a message, and what puts it out explains it.
 PARTS = {
     "commands/planning.py": "of a help text whose first use is before it",
-    "lightning/training.py": "of a log, see `run.py`",
+    "lightning/run_tables.py": "of a log, see `run.py`",
     "model/user_state/random_streams.py": "of a seed, which nobody reads",
     "plan/arrange/auto_numbers.py": "of a log",
     "plan/arrange/measurements.py": "of errors",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,12 +81,15 @@ class LayerMigration(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Makes the strategy measure layers."""
         strategy = strategy_of(trainer, _PURPOSE)
-        strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
         logged = trainer.log_dir if trainer.loggers else None
         folder = str(logged or os.path.join(trainer.default_root_dir, WITHOUT_LOGGER))
         # Requests need a local folder, not a remote one.
         is_here = stage == "fit" and "://" not in folder
-        strategy.take_requests(Path(folder) if is_here else None)
+        strategy.next_run = replace(
+            strategy.next_run,
+            watch=Watch(self.min_gain, self.patience) if self.watches else None,
+            requests=Path(folder) if is_here else None,
+        )
         self._logged = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

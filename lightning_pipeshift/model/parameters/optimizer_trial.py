@@ -20,8 +20,27 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import step_without_hooks
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.lightning.optimizers import BY_PARAMETER
 
+# Those that update each parameter by its own gradient and state only.
+BY_PARAMETER: Final = frozenset(
+    found
+    for name in (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+    if (found := getattr(torch.optim, name, None)) is not None
+)
 _NUM_STEPS: Final = 3
 _MOST_IN_A_GROUP: Final = 4
 # Far enough from 1 for whatever depends on the size of all gradients.
