@@ -117,10 +117,11 @@ class AsynchronousTraining(TrainingSteps):
 
     steps_itself = True
     gradients: _OwnGradients
-    _pipeline: AsynchronousPipeline
+    # Of the base class's calls it overrides those that this pipeline has not.
+    _pipeline: AsynchronousPipeline  # type: ignore[assignment]
 
     def __init__(self, trainer: pl.Trainer, pipeline: AsynchronousPipeline, *rest: Any) -> None:
-        super().__init__(trainer, pipeline, *rest)
+        super().__init__(trainer, pipeline, *rest)  # type: ignore[arg-type]
         self.gradients = _OwnGradients(trainer, pipeline)
         self._arrived: deque[Finished] = deque()
         """Minibatches that have had their update here, and whose values are not logged yet."""

@@ -36,8 +36,8 @@ from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report
+from lightning_pipeshift.step.synchronous import SynchronousPipeline
 from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
@@ -65,7 +65,7 @@ class TrainingSteps:
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: Pipeline,
+        pipeline: SynchronousPipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],

@@ -61,6 +61,9 @@ class Requests:
         """How long this stage has waited because of the last change."""
         raise NotImplementedError
 
+    def weights_are_final(self) -> None:
+        """Called when the weights are those with which the next step starts."""
+
     def abandon(self) -> None:
         """Lets the threads of moves end, after an error or at the end of the run."""
         raise NotImplementedError
@@ -135,7 +138,7 @@ class Changes(Requests):
         return True
 
     def weights_are_final(self) -> None:
-        """Called when the weights are those with which the next step starts."""
+        """See :class:`Requests`."""
         if self._prepared is not None:
             self._prepared.start()
 

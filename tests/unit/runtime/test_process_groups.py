@@ -24,7 +24,7 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
-from lightning_pipeshift.step import engine, pipeline
+from lightning_pipeshift.step import pipeline, suspendable
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
@@ -264,7 +264,7 @@ def one_rank_fails(where: str) -> str:
 
     # Those of the run, so that one of them can fail.
     vars(pipeline)["Threads"] = noted
-    destroy, advance = dist.destroy_process_group, engine.SuspendableMicrobatch.advance
+    destroy, advance = dist.destroy_process_group, suspendable.SuspendableMicrobatch.advance
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
@@ -288,7 +288,7 @@ def one_rank_fails(where: str) -> str:
         advance(microbatch)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    vars(engine)["SuspendableMicrobatch"].advance = advance_until_it_waits
+    vars(suspendable)["SuspendableMicrobatch"].advance = advance_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
         fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()
