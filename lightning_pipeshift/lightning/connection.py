@@ -180,6 +180,9 @@ class Connection:
         machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups, turns)
         machine.share_memory(payload_address(device))
         everyone, of_all = range(place.world_size), hosts[vm]
+        if self.rings is not None:
+            self.rings.close()
+            self.rings = None
         if topology.num_virtual_machines > 1:
             of_all = lanes.between_stages(everyone, has_transfers=False)
             self.rings = Rings(
