@@ -42,7 +42,7 @@ from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, 
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.cost.layer_memory import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device

@@ -20,15 +20,12 @@ from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import compute_power
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import crossing_seconds, workload_of
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
-from lightning_pipeshift.plan.cost.workload import (
-    Cut,
-    Numbers,
-    Workload,
-    crossing_seconds,
-    workload_of,
-)
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

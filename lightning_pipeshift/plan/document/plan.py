@@ -23,9 +23,9 @@ from lightning_pipeshift.errors import (
     ScheduleError,
 )
 from lightning_pipeshift.files import write_text
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.text_plan import draw
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

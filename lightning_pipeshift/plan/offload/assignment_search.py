@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.offload.assignment import (
     Assigned,
     Assignments,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.cost.layer_memory import SENDS_UNDER_WAY
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 from lightning_pipeshift.runtime.comm.sends import Sends
