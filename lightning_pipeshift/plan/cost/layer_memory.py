@@ -126,8 +126,8 @@ class LayerMemory:
         that was sent, until the stage's backward begins.
         """
         received, sent = self.payload_bytes[:, None], self.payload_bytes
-        messages = self.largest * passing_bytes(received, sent)
-        messages = messages + self.sizes_in_flight[:, None, None] * sent
+        reserved: Numbers = self.largest * passing_bytes(received, sent)
+        messages = reserved + self.sizes_in_flight[:, None, None] * sent
         held: Numbers = self.batches_bytes[:, None, None] + self.most_momentary_bytes
         return messages + held + self.shared_bytes
 
