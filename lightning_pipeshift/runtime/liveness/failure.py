@@ -28,7 +28,7 @@ from lightning_pipeshift.runtime.liveness.lone_collective import LoneCollective
 from lightning_pipeshift.runtime.liveness.peers import Peers
 from lightning_pipeshift.runtime.liveness.signals import LOOKS_EVERY_SECONDS, SignalWatch
 from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
-from lightning_pipeshift.text import print_at_once
+from lightning_pipeshift.text import capitalised, print_at_once
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The default number of seconds of silence after which a rank is gone."""
@@ -101,7 +101,7 @@ class FailureBoard:
     @property
     def own_name(self) -> str:
         """This rank's name, at the beginning of a sentence."""
-        return _capitalised(self.name_of(self._rank))
+        return capitalised(self.name_of(self._rank))
 
     @property
     def is_open(self) -> bool:
@@ -261,7 +261,7 @@ class FailureBoard:
             self._peers.end_processes(ranks, _GRACE_SECONDS / 2)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        reason = f"{_capitalised(listed)} {verb}{how}."
+        reason = f"{capitalised(listed)} {verb}{how}."
         if self.lost_at is None:
             self.lost_at = time.monotonic()
         self.give_up()
@@ -387,7 +387,3 @@ class FailureBoard:
             if threading.get_ident() == self._owner:
                 self._has_noticed = True
             raise StageFailedError(reason) from None
-
-
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]

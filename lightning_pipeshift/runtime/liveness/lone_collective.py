@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning_pipeshift.runtime.liveness.stalls import standstill_text
+from lightning_pipeshift.text import capitalised
 
 # How often in a row, about every second, all ranks are found waiting before that counts as an end.
 _LONE_LOOKS: Final = 5
@@ -59,9 +60,8 @@ class LoneCollective:
         self._sign = sign
         if self._num_seen < _LONE_LOOKS:
             return None
-        name = name_of(self._rank)
         return (
-            f"{name[:1].upper()}{name[1:]} waits in `torch.distributed.{mine['collective']}`"
+            f"{capitalised(name_of(self._rank))} waits in `torch.distributed.{mine['collective']}`"
             f" ({mine['at']}) for all ranks, and others do not call it."
             f" {standstill_text(others, name_of)} Call it on every rank: not only behind `if"
             " trainer.is_global_zero`."

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from lightning_pipeshift.runtime.liveness.stalls import standstill_text
+from lightning_pipeshift.text import capitalised
 
 LOOKS_EVERY_SECONDS: Final = 0.25
 """How often to look after a signal."""
@@ -98,9 +99,8 @@ class SignalWatch:
             return None
         is_term = number == signal.SIGTERM
         error = SystemExit(128 + number) if is_term else KeyboardInterrupt()
-        name = name_of(self._rank)
         reason = (
-            f"{name[:1].upper()}{name[1:]} got {signal.Signals(number).name}, and ends its"
+            f"{capitalised(name_of(self._rank))} got {signal.Signals(number).name}, and ends its"
             f" wait, as no rank has completed anything for {seconds:.1f} s."
             f" {standstill_text(self._found, name_of)}"
         )
