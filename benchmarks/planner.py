@@ -34,7 +34,7 @@ import numpy as np
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.cost.workload import workload_of
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.cut_search import best_split
 from lightning_pipeshift.plan.offload.problem import Problem

@@ -60,6 +60,10 @@ def _prepare() -> Callable[..., Any]:
         # A module that is no longer there.
         compressing = import_module("lightning_pipeshift.plan.offload.arrange")
         planner.arrange = compressing.arrange_compressed
+        # What these have was in one module.
+        workload = import_module("lightning_pipeshift.plan.cost.workload")
+        for name in ("cut", "measured_workload"):
+            sys.modules[f"lightning_pipeshift.plan.cost.{name}"] = workload
         for module, name in ((request, "PlanRequest"), (saved_tensors, "SavedTensor")):
             setattr(module, name, _forgiving(getattr(module, name)))
     found: Callable[..., Any] = planner.arrange

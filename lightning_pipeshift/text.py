@@ -105,6 +105,11 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
     return number
 
 
+def capitalised(text: str) -> str:
+    """Returns a text as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
 def print_at_once(text: str) -> None:
     """Prints a message, whatever locks other threads hold."""
     os.write(2, f"PipeShift: {explained(text)}\n".encode(errors="replace"))

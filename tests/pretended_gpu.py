@@ -215,8 +215,8 @@ def _devices_of_run(
     if isinstance(pipeline, Pipeline):
         assert pipeline.core is not None
         mailbox = pipeline.core.mailbox
-        ends += mailbox._ends.values()
-        for owner in (pipeline.core, mailbox):
+        ends += mailbox._buffers._ends.values()
+        for owner in (pipeline.core, mailbox, mailbox._buffers, mailbox._sends):
             yield owner, "device", GPU
         # Torch has no generator of the device.
         yield suspension, "generators_of", lambda _: [torch.default_generator]

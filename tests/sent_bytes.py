@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_pipeshift.runtime.comm.mailbox import Mailbox, _Form, _Packed
+from lightning_pipeshift.runtime.comm.frames import Form, Packed
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Written
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
 
@@ -27,8 +28,8 @@ def count_bytes() -> Counter[str]:
         sent["buffers"] -= len(message.opening.gone)
         return message
 
-    def sent_packed(self: Mailbox, to: int, key: Key, place: Place, content: _Packed) -> None:
-        if key.kind in (Kind.VALUE, Kind.GRADIENT) and content.form is not _Form.IN_BUFFER:
+    def sent_packed(self: Mailbox, to: int, key: Key, place: Place, content: Packed) -> None:
+        if key.kind in (Kind.VALUE, Kind.GRADIENT) and content.form is not Form.IN_BUFFER:
             sent["gloo"] += content.num_bytes
         send(self, to, key, place, content)
 

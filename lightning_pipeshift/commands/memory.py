@@ -10,7 +10,7 @@ from typing import Any
 from lightning_pipeshift.commands.measuring import measured_strategy, plugin_of
 from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.memory_report import report
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem

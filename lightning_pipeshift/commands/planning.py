@@ -23,7 +23,7 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Link

@@ -16,7 +16,7 @@ from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.parameters.uses import ParameterUse, of_one_layer
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable, addresses_of, resident_in
-from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.cost.layer_memory import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.comm.channels import Channels

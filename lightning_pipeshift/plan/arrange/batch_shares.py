@@ -65,7 +65,7 @@ def balanced_shares(
         shared = placer.placed(first.ranks, first.microbatches, wished)
         try:
             same_fit = all(
-                workload.fits(cut)
+                workload.memory.fits(cut)
                 for workload, cut in dict.fromkeys(zip(shared.workloads, cuts, strict=True))
             )
             others = cuts if same_fit else placer.cuts(shared)

@@ -19,16 +19,12 @@ import numpy as np
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.arrange.stage_order import compute_power
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import crossing_seconds, workload_of
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
-from lightning_pipeshift.plan.cost.workload import (
-    Cut,
-    Numbers,
-    Workload,
-    crossing_seconds,
-    workload_of,
-)
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
@@ -55,6 +51,11 @@ class Candidate(NamedTuple):
     workloads: tuple[Workload, ...]
     """One for each virtual machine; equal ones share one object."""
 
+    @property
+    def num_actions(self) -> int:
+        """Stages times microbatches, of all distinct virtual machines."""
+        return sum(w.num_stages * w.microbatches for w in set(self.workloads))
+
 
 class CostModel(NamedTuple):
     """Computes the seconds of a step: in closed form, or by the simulator."""
@@ -72,7 +73,7 @@ class Evaluator:
         self.cluster = cluster
         self.request = request
         ranks = range(cluster.num_ranks)
-        self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
+        self.powers = [_compute_power(profile, cluster, rank) for rank in ranks]
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
         self._start: dict[Workload, Cut] = {}
@@ -127,7 +128,7 @@ class Evaluator:
             microbatches: the number of slices of the batch.
         """
         devices = [links.devices[rank] for rank in ranks]
-        slices = _num_slices(samples, microbatches)
+        slices = num_slices(samples, microbatches)
         key = (
             tuple((device.kind, device.speed, device.usable_bytes) for device in devices),
             tuple(links.link(one, other) for one, other in pairwise(ranks)),
@@ -250,7 +251,7 @@ class Evaluator:
         profile, request = self.profile, self.request
         machine, links = placed.ranks[vm], placed.links
         size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
-        share = size / _num_slices(size, placed.microbatches) / profile.samples
+        share = size / num_slices(size, placed.microbatches) / profile.samples
         between = [[links.link(one, other) for other in machine] for one in machine]
         crossing = np.array(
             [[crossing_seconds(profile, each, share) for each in row] for row in between]
@@ -388,8 +389,19 @@ class Evaluator:
         return Pipelines(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
 
 
-def _num_slices(samples: float, microbatches: int) -> int:
-    """A batch of fewer samples than microbatches is split into as many slices as it has samples."""
+def _compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
+    """The number of microbatches that a device would train per second, if it had the whole
+    model.
+    """
+    times = profile.times_on(cluster.devices[rank])
+    seconds = math.fsum(times.forward) + math.fsum(times.backward)
+    return 1 / seconds if seconds else 1.0
+
+
+def num_slices(samples: float, microbatches: int) -> int:
+    """Returns into how many slices a batch is split: as many as it has samples, if there are fewer
+    of them than microbatches.
+    """
     return max(1, min(microbatches, int(samples)))
 
 

@@ -9,14 +9,14 @@ of those, cuts, microbatches and shares are searched thoroughly.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.batch_shares import balanced_shares
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
     Groups,
     candidate_counts,
@@ -30,16 +30,9 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
     slices,
 )
 from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
-from lightning_pipeshift.plan.arrange.stage_order import best_order, ranked_orders
+from lightning_pipeshift.plan.arrange.stage_order import OrderSearch
 from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.inputs.topology import Topology, host_order
-from lightning_pipeshift.plan.partition.orders import (
-    Order,
-    distinct_orders,
-    interchangeable,
-    num_orders,
-    pattern,
-)
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
@@ -73,9 +66,8 @@ class GroupingSearch:
         self._cluster = placer.cluster
         self._request = placer.request
         self._effort = placer.request.effort
-        self._alike = interchangeable(self._cluster)
+        self._orders = OrderSearch(placer)
         self._tried: dict[int, Tried] = {}
-        self._place = {rank: place for place, rank in enumerate(host_order(self._cluster.devices))}
 
     def best(self) -> Arrangement:
         """The arrangement with the most samples per second, by the simulator.
@@ -201,7 +193,7 @@ class GroupingSearch:
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
                 )
             for groups in groupings(
-                self._cluster, count, self._placer.powers, self._alike, depths, self._effort
+                self._cluster, count, self._placer.powers, self._orders.alike, depths, self._effort
             ):
                 try:
                     require_equal_depths(request.schedule, map(len, groups))
@@ -262,7 +254,7 @@ class GroupingSearch:
             raise PlanError("the model alone is larger than a virtual machine")
         placed = self._sliced(groups)
         if not self._is_large or self._request.has_order:
-            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
+            placed = self._orders.in_best_of(placed, self._orders.ranked(placed, cost, 0))
         placed, cuts = balanced_shares(self._placer, placed, cost)
         return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
 
@@ -271,8 +263,10 @@ class GroupingSearch:
         placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
             return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
-        ranked = self._ranked(placed, cost, self._effort.orders)
-        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
+        ranked = self._orders.ranked(placed, cost, self._effort.orders)
+        placed, cuts = balanced_shares(
+            self._placer, self._orders.in_best_of(placed, ranked[:1]), cost
+        )
         orders = tuple(
             ranks for ranks, step in ranked[: self._effort.orders_cut] if math.isfinite(step)
         )
@@ -282,20 +276,20 @@ class GroupingSearch:
         """Finds the best order, microbatches, shares and cuts of a grouping."""
         cost, placed = self._placer.simulator, look.placed
         if self._is_large:
-            ranked = self._ranked(placed, cost, self._effort.orders)
-            placed = self._in_best_order(placed, ranked)
+            ranked = self._orders.ranked(placed, cost, self._effort.orders)
+            placed = self._orders.in_best_of(placed, ranked)
         elif self._cluster.num_ranks <= self._effort.few_ranks:
             # Which of the best orders is the best may depend on the exact cuts.
             cut = []
             for ranks in look.orders:
                 # The shares were found for one of them.
                 with suppress(PlanError):
-                    cut.append(self._cut_with_care(self._in_order(placed, ranks)))
+                    cut.append(self._cut_with_care(self._orders.in_order(placed, ranks)))
             ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
-            placed = self._in_best_order(placed, ranked)
+            placed = self._orders.in_best_of(placed, ranked)
         else:
-            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
-        if not self._is_large and self._num_actions(placed) <= self._effort.actions_simulated:
+            placed = self._orders.in_best_of(placed, self._orders.ranked(placed, cost, 0))
+        if not self._is_large and placed.num_actions <= self._effort.actions_simulated:
             placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
         found = self._cut_with_care(placed)
         if placed.batch_shares != self._request.batch_shares:
@@ -325,83 +319,6 @@ class GroupingSearch:
         """Whether there are too many devices for a thorough search."""
         return self._cluster.num_ranks > self._effort.stages
 
-    @staticmethod
-    def _num_actions(placed: Candidate) -> int:
-        """Stages times microbatches, of all distinct virtual machines."""
-        return sum(w.num_stages * w.microbatches for w in set(placed.workloads))
-
-    # Orders of the stages.
-
-    def _in_order(self, placed: Candidate, ranks: Groups) -> Candidate:
-        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
-
-    def _preferred(self, placed: Candidate) -> Groups:
-        """The ranks in their own order, those of a host next to each other."""
-        return tuple(tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks)
-
-    def _in_best_order(
-        self, placed: Candidate, ranked: Sequence[tuple[Groups, float]]
-    ) -> Candidate:
-        """Returns the choice with its stages in the best of these orders."""
-        ranks = best_order(ranked, self._preferred(placed), self._effort.worth_changing)
-        return placed if ranks == placed.ranks else self._in_order(placed, ranks)
-
-    def _ranked(self, placed: Candidate, cost: CostModel, most: int) -> list[tuple[Groups, float]]:
-        """Orders of the stages with their step times, the best first: at most ``most`` are
-        tried.
-        """
-        preferred = self._preferred(placed)
-        if self._request.has_order or self._is_same_in_any_order(preferred):
-            return [(placed.ranks, 1.0)]
-        placer = self._placer
-        # The time for a fixed number of orders varies from milliseconds to minutes.
-        most = min(
-            most,
-            self._effort.actions // (self._num_actions(placed) + 64),
-            self._effort.actions // self._cluster.num_ranks // 2,
-        )
-
-        def seconds(ranks: Groups) -> float:
-            try:
-                changed = self._in_order(placed, ranks)
-                return cost.step(changed, placer.cuts(changed))
-            except PlanError:
-                return math.inf
-
-        starts = [placed.ranks]
-        is_small = self._cluster.num_ranks <= self._effort.few_ranks
-        if is_small and most and self._request.partition == "auto":
-            starts += self._searched(placed, starts)
-            most = 0 if len(preferred) == 1 else most
-        return ranked_orders(preferred, starts, self._alike, seconds, most)
-
-    def _searched(self, placed: Candidate, starts: Sequence[Groups]) -> list[Groups]:
-        """The best orders of each virtual machine's stages, regardless of rings."""
-        known: dict[Hashable, list[Order]] = {}
-        found_orders = []
-        for vm, (ranks, workload) in enumerate(zip(placed.ranks, placed.workloads, strict=True)):
-            # Equal virtual machines are ordered equally: otherwise rings would be slower.
-            alike = [self._alike[rank] for rank in ranks]
-            key = workload, pattern(alike)
-            if key not in known:
-                begin = [each[vm] for each in starts] + self._sorted(ranks)[:2]
-                found = self._placer.best_orders(placed, vm, begin, alike)
-                known[key] = [tuple(map(ranks.index, order)) for order in found]
-            orders = [tuple(ranks[place] for place in places) for places in known[key]]
-            found_orders.append(orders)
-        return list(zip(*found_orders, strict=False))
-
-    def _is_same_in_any_order(self, groups: Groups) -> bool:
-        """Whether no order is better than the ranks' own, with those of each host next to each
-        other.
-        """
-        devices, cluster = self._cluster.devices, self._cluster
-        is_uniform = not (cluster.ranks or cluster.hosts) and all(
-            len({(devices[r].kind, devices[r].speed, devices[r].usable_bytes) for r in ranks}) == 1
-            for ranks in groups
-        )
-        return is_uniform or all(len({self._alike[r] for r in ranks}) == 1 for ranks in groups)
-
     # Slices of the batch.
 
     def _sliced(self, groups: Groups) -> Candidate:
@@ -419,7 +336,7 @@ class GroupingSearch:
                     return placed
                 except PlanError as found:
                     error = without_stack(found)
-                if (other := self._in_fitting_order(placed)) is not None:
+                if (other := self._orders.fitting(placed)) is not None:
                     return other
         raise error
 
@@ -432,39 +349,6 @@ class GroupingSearch:
             )
             if max(powers) > self._effort.worth_changing * min(powers):
                 yield powers
-
-    def _in_fitting_order(self, placed: Candidate) -> Candidate | None:
-        """Returns the choice with an order of stages in which each virtual machine fits in memory,
-        or ``None``: the first stages hold more, the last ones less.
-        """
-        if self._request.has_order:
-            return None
-        ranks = []
-        for vm, machine in enumerate(placed.ranks):
-            fits = (
-                order for order in self._orders(machine) if self._placer.fits(placed, vm, order)
-            )
-            order = next(fits, None)
-            if order is None:
-                return None
-            ranks.append(order)
-        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
-
-    def _orders(self, machine: Order) -> Iterator[Order]:
-        """The orders that may be needed to fit in memory: all, if there are few."""
-        yield from self._sorted(machine)
-        alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= self._effort.orders:
-            yield from distinct_orders(machine, alike)
-
-    def _sorted(self, machine: Order) -> list[Order]:
-        """The orders by memory and by compute power, the largest first and the smallest first."""
-        devices, powers = self._cluster.devices, self._placer.powers
-        found = []
-        for sign in (-1, 1):
-            found.append(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
-            found.append(sorted(machine, key=lambda rank: sign * powers[rank]))
-        return list(map(tuple, found))
 
 
 def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:

@@ -6,14 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipeshift.plan.arrange.request import Arrangement
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.layer_memory import passing_bytes, window_bytes
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.cost.prediction import Pipelines, Prediction
-from lightning_pipeshift.plan.cost.workload import (
-    Cut,
-    Workload,
-    passing_bytes,
-    window_bytes,
-    workload_of,
-)
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -213,7 +210,7 @@ class Measured:
             + window_bytes([workload.waiting_bytes[n] for n in waiting])
             + max(at_once, default=0.0)
             + passing_bytes(*payloads[stage : stage + 2])
-            + workload.batches_bytes[stage]
+            + workload.memory.batches_bytes[stage]
             + max((workload.momentary_bytes[n] for n in runs), default=0.0)
         )
 
@@ -223,7 +220,7 @@ class Measured:
     ) -> float:
         """The bytes that layers take permanently on a stage's device under a plan."""
         on_host, waiting = plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
-        held = workload.fixed_bytes[stage, list(layers)].sum()
+        held = workload.memory.fixed_bytes[stage, list(layers)].sum()
         held -= sum(workload.optimizer_bytes[n] for n in layers if n in on_host)
         return float(held - sum(workload.waiting_bytes[n] for n in layers if n in waiting))
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator, num_slices
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.pace import Objective
@@ -44,8 +44,7 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
     for number in numbers_of_slices(placer.request, max(map(len, ranks))):
         seconds = profile.step_seconds
         for num_stages, size, power, extra, links in set(machines):
-            # A batch of fewer samples is split into as many slices as it has samples.
-            count = max(1, min(number, int(size)))
+            count = num_slices(size, number)
             messages = [link.seconds(size / count / profile.samples * usual) for link in links]
             pace = max([size / count / power + extra, *messages])
             objective = Objective.of(placer.request.schedule, count)

@@ -21,7 +21,7 @@ from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.cost.workload import Counts, Cut
+from lightning_pipeshift.plan.cost.cut import Counts, Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.cut_search import best_split, fastest

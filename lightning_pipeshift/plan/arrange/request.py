@@ -8,8 +8,8 @@ from typing import Literal
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.groupings import Groups
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.prediction import Prediction
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

@@ -10,6 +10,8 @@ from typing import Final
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.layer_memory import passing_bytes, window_bytes
 from lightning_pipeshift.plan.cost.memory_timeline import (
     HOST,
     Effects,
@@ -24,13 +26,8 @@ from lightning_pipeshift.plan.cost.memory_timeline import (
     traces,
 )
 from lightning_pipeshift.plan.cost.simulator import Timeline
-from lightning_pipeshift.plan.cost.workload import (
-    Cut,
-    Numbers,
-    Workload,
-    passing_bytes,
-    window_bytes,
-)
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor, Swap
@@ -224,16 +221,16 @@ class Footprints:
                 moments = self._moments[timed, stage]
                 self._effects[key] = effects(stage, moments, loads, self._links)
             found.append(self._effects[key])
-        batches = tuple(workload.batches_bytes.tolist())
+        batches = tuple(workload.memory.batches_bytes.tolist())
         updates = [self._update_bytes(range(*ends)) for ends in pairwise(cut.bounds)]
         # In an asynchronous pipeline minibatches are in flight during an update.
         in_flight = workload.objective.is_pace
         momentary = tuple(
-            float(max(workload.most_momentary_bytes[ends], update if in_flight else 0.0))
+            float(max(workload.memory.most_momentary_bytes[ends], update if in_flight else 0.0))
             for ends, update in zip(pairwise(cut.bounds), updates, strict=True)
         )
         static = [
-            float(sum(workload.fixed_bytes[stage, begin:end]))
+            float(sum(workload.memory.fixed_bytes[stage, begin:end]))
             + float(workload.shared_bytes[begin, end])
             + workload.sizes[0] * float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             + batches[stage]

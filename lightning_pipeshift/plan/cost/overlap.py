@@ -13,8 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.simulator import Clock, columns
-from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 
 _NUM_STEPS: Final = 4
 _NUM_MEASURED: Final = 2

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, sparing
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.overlap import (
@@ -21,7 +22,8 @@ from lightning_pipeshift.plan.cost.ring_contention import (
     crowded,
 )
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, columns
-from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

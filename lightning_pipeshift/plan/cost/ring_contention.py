@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 
 

@@ -9,36 +9,23 @@ import hashlib
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_pipeshift.documents import Document, as_json, read_document, shown
-from lightning_pipeshift.errors import (
-    ConfigurationError,
-    PlanError,
-    ScheduleError,
-)
+from lightning_pipeshift.documents import Document, as_json, read_document
+from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.files import write_text
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.document.plan_checks import check_plan
 from lightning_pipeshift.plan.document.text_plan import draw
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.inputs.shares import check_shares
-from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
-from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
-from lightning_pipeshift.plan.schedule.schedules import (
-    ASYNCHRONOUS,
-    MOST_MICROBATCHES,
-    recomputing_stages,
-    schedule_named,
-)
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 FORMAT_VERSION: Final = 1
 """Increased when an older version of the package can no longer read the files of this one."""
@@ -115,125 +102,7 @@ class Plan:
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
-        self._check_model()
-        self._check_machines()
-        self._check_lanes()
-
-    def _check_machines(self) -> None:
-        count = self.placement.num_virtual_machines
-        depths = [self.placement.num_stages(vm) for vm in range(count)]
-        require_equal_depths(self.schedule, depths)
-        costs = self.prediction.costs if self.prediction is not None else ()
-        found: dict[str, Sequence[Any]] = {
-            "recompute": self.recompute,
-            "swaps": self.swaps,
-            "optimizer_on_host": self.optimizer_on_host,
-            "weights_on_host": self.weights_on_host,
-            "ranks": self.ranks,
-            "kinds": self.kinds,
-            "batch_shares": self.batch_shares,
-            "prediction": costs,
-        }
-        for name, value in found.items():
-            if value and len(value) != count:
-                raise PlanError(
-                    f"the field {name!r} has entries for {len(value)} virtual machines, and"
-                    f" 'placement' has {count}; give one for each, or omit the field"
-                )
-        for name, lengths in (
-            ("ranks", [len(ranks) for ranks in self.ranks]),
-            ("kinds", [len(kinds) for kinds in self.kinds]),
-            ("prediction", [cost.num_stages for cost in costs]),
-        ):
-            if lengths and lengths != depths:
-                raise PlanError(
-                    f"the field {name!r} is for virtual machines of {lengths} stages, and "
-                    f"'placement' has {depths}; give one entry for each stage, or omit the field"
-                )
-        for name in ("recompute", "optimizer_on_host", "weights_on_host"):
-            for vm, layers in enumerate(getattr(self, name)):
-                wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
-                if wrong or len(set(layers)) < len(layers):
-                    raise PlanError(
-                        f"the field {name!r} of virtual machine {vm} is {list(layers)}; it lists"
-                        f" layers from 0 to {len(self.layers) - 1}, each once"
-                    )
-        for name in ("optimizer_on_host", "weights_on_host"):
-            if any(getattr(self, name)) and self.is_asynchronous:
-                raise PlanError(
-                    f"the field {name!r} is for synchronous schedules: {self.schedule!r} updates"
-                    " the layers after each backward. Omit the field, or choose another 'schedule'"
-                )
-        for vm, swaps in enumerate(self.swaps):
-            self._check_swaps(vm, swaps, depths[vm])
-        try:
-            if self.ranks:
-                Topology(self.ranks)
-            check_shares(self.batch_shares or None, count)
-        except ConfigurationError as error:
-            name = "ranks" if "rank" in str(error) else "batch_shares"
-            raise PlanError(f"the field {name!r}: {error}") from error
-
-    def _check_lanes(self) -> None:
-        shares = self.lane_shares
-        is_whole = not shares or math.isclose(math.fsum(shares), 1.0, abs_tol=1e-3)
-        if len(shares) > NUM_GRADIENT_CLASSES or not is_whole or min(shares, default=1.0) <= 0:
-            raise PlanError(
-                f"the field 'lane_shares' is {list(shares)}; it has at most {NUM_GRADIENT_CLASSES}"
-                " parts, each above 0, and they add up to 1; omit it for equal parts"
-            )
-
-    def _check_swaps(self, vm: int, swaps: Sequence[Swap], depth: int) -> None:
-        seen: set[tuple[int, int]] = set()
-        for swap in swaps:
-            named = {(swap.layer, number) for number in swap.tensors}
-            problem = ""
-            if not 0 <= swap.layer < len(self.layers):
-                problem = f"there are the layers 0 to {len(self.layers) - 1}"
-            elif swap.stays and swap.layer not in self.recomputed(vm):
-                problem = "the layer is not recomputed, so all of its other tensors stay; omit them"
-            elif named & seen:
-                problem = "a tensor has one target"
-            elif any(stage >= depth for stage in swap.stages):
-                problem = f"there are the stages 0 to {depth - 1}"
-            if problem:
-                raise PlanError(
-                    f"the field 'swaps' of virtual machine {vm} has tensors"
-                    f" {list(swap.tensors)} of layer {swap.layer}"
-                    f"{f' on stages {list(swap.stages)}' if swap.stages else ''}: {problem}"
-                )
-            seen |= named
-
-    def _check_model(self) -> None:
-        if len(self.layers) != self.placement.num_layers:
-            raise PlanError(
-                f"the field 'placement' places {self.placement.num_layers} layers, and 'layers' "
-                f"lists {len(self.layers)}; change the counts until they add up to that"
-            )
-        counts = Counter(layer.name for layer in self.layers)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise PlanError(
-                f"the field 'layers' lists {_names(twice)} more than once; a name is unique"
-            )
-        try:
-            schedule_named(self.schedule)
-        except ScheduleError as error:
-            raise PlanError(f"the field 'schedule': {error}") from error
-        if not 1 <= self.microbatches <= MOST_MICROBATCHES:
-            raise PlanError(
-                f"the field 'microbatches' is {shown(self.microbatches)}; it must be 1 to"
-                f" {MOST_MICROBATCHES}"
-            )
-        if not (math.isfinite(self.step_samples) and self.step_samples >= 0):
-            raise PlanError(
-                f"the field 'step_samples' is {self.step_samples}; it must be finite and above 0,"
-                " or omitted"
-            )
-        if self.is_asynchronous and self.microbatches > 1:
-            raise PlanError(
-                f"the field 'microbatches' is {self.microbatches}; it must be 1, as an asynchronous"
-                f" pipeline ({self.schedule!r}) does not split a batch"
-            )
+        check_plan(self)
 
     def __str__(self) -> str:
         return draw(self)
@@ -285,14 +154,6 @@ class Plan:
             if swap.layer in found:
                 found[swap.layer] |= frozenset(swap.tensors)
         return found
-
-    def recomputing_stages(self, vm: int) -> frozenset[int]:
-        """The stages of a virtual machine that recompute any layer."""
-        stages = {self.placement.stage_of(vm, layer) for layer in self.recomputed(vm)}
-        worthwhile = recomputing_stages(
-            self.schedule, self.placement.num_stages(vm), self.microbatches
-        )
-        return worthwhile & stages
 
     def stage_forward_seconds(self, vm: int) -> tuple[float, ...]:
         """The seconds of one microbatch's forward on each stage."""
@@ -365,9 +226,10 @@ class Plan:
         missing = [name for name in names if name not in planned]
         unexpected = [name for name in planned if name not in names]
         if missing or unexpected:
+            lacks, has = (some_of([*map(repr, n)]) if n else "none" for n in (missing, unexpected))
             raise PlanError(
-                f"the plan was made for another model: missing in the plan {_names(missing)}; "
-                f"unexpected in the plan {_names(unexpected)}. "
+                f"the plan was made for another model: missing in the plan {lacks}; "
+                f"unexpected in the plan {has}. "
                 "Use the plan of this model, or plan=None to make one"
             )
         place = next(i for i, (p, n) in enumerate(zip(planned, names, strict=True)) if p != n)
@@ -448,10 +310,3 @@ def _rounded(value: Any) -> Any:
         return [_rounded(item) for item in value]
     rounded = float(f"{value:.{_PREDICTED_DIGITS}g}")
     return int(rounded) if rounded.is_integer() else rounded
-
-
-def _names(names: Sequence[str], most: int = 8) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more

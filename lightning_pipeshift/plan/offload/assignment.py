@@ -11,9 +11,9 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, Swap
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 

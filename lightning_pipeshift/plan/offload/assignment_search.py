@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.offload.assignment import (
     Assigned,
     Assignments,
@@ -60,8 +60,8 @@ class Search:
         self._problem = problem
         self._links = problem.links
         self.assignments = Assignments(problem, cut)
-        self._score, self._footprint = self.assignments.score, self.assignments.footprint
-        self._sizes, self._owner = problem.sizes, self.assignments.owner
+        self._score, self._sizes = self.assignments.score, problem.sizes
+        self._owner = self.assignments.owner
         self._stages = self.assignments.stages
         self._effort = problem.effort
         self._most_trials = problem.most_trials

@@ -22,7 +22,9 @@ def over_budget(problem: Problem, found: Footprint) -> BudgetError:
         return _host_is_short(problem, found)
     stage = max(range(len(lacking)), key=lacking.__getitem__)
     static, budget = found.static_bytes[stage], limits[stage].budget_bytes
-    num_versions = problem.workload.num_versions[stage]
+    workload = problem.workload
+    pipeline = workload.schedule, workload.num_stages, workload.num_accumulated
+    num_versions = weight_versions(*pipeline)[stage]
     weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
     remedies = [f"a budget of {ceil_bytes_text(max(found.peak_bytes))} would do"]
     fewest = weight_versions("async-2bw", len(lacking))[stage]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
-from lightning_pipeshift.plan.cost.workload import Counts, Cut
+from lightning_pipeshift.plan.cost.cut import Counts, Cut
 from lightning_pipeshift.plan.offload.assignment_search import Search
 from lightning_pipeshift.plan.offload.budget_error import over_budget
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
@@ -103,7 +103,9 @@ def _proposals(problem: Problem, start: Sequence[Cut]) -> list[Counts]:
     found = []
     for part in effort.saved_parts if problem.policy is not None else (1.0,):
         with suppress(PlanError):
-            assumed = workload.with_saved(part)
+            # As if the layers saved only a part of their tensors.
+            saved, outside = part * workload.saved_bytes, part * workload.outside_bytes
+            assumed = replace(workload, saved_bytes=saved, outside_bytes=outside)
             cut = best_cut_of(assumed, worthwhile, problem.recompute, given, effort=effort)
             found.append(cut.counts)
     if found and problem.policy is None:

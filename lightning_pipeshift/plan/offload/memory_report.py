@@ -12,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import parts_of, tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.offload.policy_choices import records

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
-from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment import Assignments, Tensor, Way

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of
 from lightning_pipeshift.plan.cost.memory_timeline import Links
-from lightning_pipeshift.plan.cost.workload import ROUNDING, Cut, Workload
+from lightning_pipeshift.plan.cost.workload import ROUNDING, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy

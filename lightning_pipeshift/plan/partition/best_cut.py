@@ -14,7 +14,9 @@ from typing import Final
 import numpy as np
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut, Numbers, Workload
+from lightning_pipeshift.plan.cost.cut import Counts, Cut
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import ROUNDING, Workload
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
@@ -134,7 +136,7 @@ def fixed_cut(workload: Workload, counts: Counts, recompute: str) -> Cut:
     if cuts:
         return cuts[0]
     least = Cut(counts) if recompute == "none" else workload.everything_recomputed(counts)
-    held, usable = workload.memory_bytes(least), workload.usable_bytes
+    held, usable = workload.memory.peak_bytes(least), workload.usable_bytes
     stage = max(range(len(held)), key=lambda stage: held[stage] - usable[stage])
     raise PlanError(
         f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "

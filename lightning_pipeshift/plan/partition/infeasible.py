@@ -10,7 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.plan.cost.workload import Numbers, Workload
+from lightning_pipeshift.plan.cost.layer_memory import momentary_bytes
+from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.partition.ranges import narrowest
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
@@ -48,14 +50,15 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
         yield "recompute='auto'"
     is_asynchronous = workload.schedule in ASYNCHRONOUS
     for schedule in ASYNCHRONOUS if is_asynchronous else SYNCHRONOUS:
-        if schedule != workload.schedule:
-            other = workload.with_microbatches(workload.microbatches, schedule)
-            if _fits(other, recompute):
-                yield f"schedule={schedule!r}"
+        other = replace(workload, schedule=schedule)
+        if schedule != workload.schedule and _fits(other, recompute):
+            yield f"schedule={schedule!r}"
     for factor in (2, 4, 8):
         number = factor * workload.microbatches
-        smaller = workload if is_asynchronous else workload.with_microbatches(number)
-        if _fits(smaller.smaller(factor), recompute):
+        smaller = _smaller(workload, factor)
+        if not is_asynchronous:
+            smaller = replace(smaller, microbatches=number, sizes=(1.0,))
+        if _fits(smaller, recompute):
             yield (
                 f"batches of 1/{factor} of the size"
                 if is_asynchronous
@@ -65,7 +68,9 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
     if is_asynchronous:
         # A batch that is split holds less, and no second version of the weights.
         number = 4 * workload.num_stages
-        if _fits(workload.with_microbatches(number, "1f1b").smaller(number), recompute):
+        smaller = _smaller(workload, number)
+        split = replace(smaller, microbatches=number, sizes=(1.0,), schedule="1f1b")
+        if _fits(split, recompute):
             yield f"schedule='1f1b' with {number} microbatches, which trains otherwise"
     largest = float(workload.usable_bytes.max())
     for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
@@ -73,6 +78,16 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
             yield f"{num_stages} stages with {ceil_bytes_text(largest)} each"
             break
     yield f"devices with {ceil_bytes_text(narrowest(held)[0])} each"
+
+
+def _smaller(workload: Workload, factor: float) -> Workload:
+    """The same layers, with microbatches of ``1 / factor`` of the size; only their memory is
+    used.
+    """
+    names = ("saved_bytes", "input_bytes", "outside_bytes", "payload_bytes", "batch_bytes")
+    sizes = {name: getattr(workload, name) / factor for name in names}
+    momentary = momentary_bytes(workload.momentary_bytes, workload.weight_bytes, 1 / factor)
+    return replace(workload, momentary_bytes=momentary, **sizes)
 
 
 def _with_stages(workload: Workload, num_stages: int, usable_bytes: float) -> Workload:

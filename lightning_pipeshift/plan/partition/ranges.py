@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import Counts, Numbers
+from lightning_pipeshift.plan.cost.cut import Counts
+from lightning_pipeshift.plan.cost.sums import Numbers
 
 
 def ranges_of(counts: Any) -> tuple[NDArray[np.intp], ...]:

@@ -14,13 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import (
-    Counts,
-    Cut,
-    Numbers,
-    Workload,
-    sums_of_ranges,
-)
+from lightning_pipeshift.plan.cost.cut import Counts, Cut
+from lightning_pipeshift.plan.cost.sums import Numbers, sums_of_ranges
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.partition.ranges import ranges_of
 
 
@@ -33,11 +29,12 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
         recompute: ``"none"``, ``"full"`` (all layers, where that can free memory) or ``"auto"``
             (any layers).
     """
-    held = workload.kept_bytes
+    memory = workload.memory
+    held = memory.kept_bytes
     if recompute != "none":
         least = -np.inf if recompute == "full" else 0.0
-        held = held - np.maximum(workload.freed_bytes, least)
-    return sums_of_ranges(held) + workload.besides_bytes
+        held = held - np.maximum(memory.freed_bytes, least)
+    return sums_of_ranges(held) + memory.besides_bytes
 
 
 class Recomputation:
@@ -56,7 +53,7 @@ class Recomputation:
     def __init__(self, workload: Workload, recompute: str) -> None:
         self._workload = workload
         self._recompute = recompute
-        self._freed = np.maximum(workload.freed_bytes, 0.0)
+        self._freed = np.maximum(workload.memory.freed_bytes, 0.0)
         usable = workload.usable_bytes[:, None, None]
         fits = bytes_held(workload, recompute) <= usable
         self.seconds: Numbers = np.where(fits, 0.0, math.inf)

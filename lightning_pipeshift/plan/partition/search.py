@@ -15,15 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import (
-    AT_ONCE,
-    ROUNDING,
-    Counts,
-    LongNumbers,
-    Numbers,
-    Workload,
-    running_sums,
-)
+from lightning_pipeshift.plan.cost.cut import Counts
+from lightning_pipeshift.plan.cost.sums import LongNumbers, Numbers, running_sums
+from lightning_pipeshift.plan.cost.workload import AT_ONCE, ROUNDING, Workload
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.partition.orders import Order, distinct_orders, num_orders
 from lightning_pipeshift.plan.partition.recomputation import Recomputation

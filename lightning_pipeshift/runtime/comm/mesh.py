@@ -60,7 +60,7 @@ def _connected(store: Any, rank: int, world_size: int, address: str, port: int) 
     if rank == 0:
         store.set("token", secrets.token_hex(16))
     token = read_when_there(store, "token", 0).encode()
-    own = _own_address(rank, address, port)
+    own = _own_address(address, port)
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     found: dict[int, socket.socket] = {}
     space = process_space()
@@ -125,7 +125,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return received
 
 
-def _own_address(rank: int, address: str, port: int) -> str:
+def _own_address(address: str, port: int) -> str:
     """The address by which the other ranks reach this one: that of the interface which leads to the
     first host; on the first host, the address that all were told.
     """

@@ -86,6 +86,11 @@ class Place(NamedTuple):
     line: str
 
 
+def unpickled(data: Tensor) -> Any:
+    """Returns the object whose pickle a tensor in host memory holds."""
+    return pickle.loads(data.numpy().tobytes())
+
+
 class Message(NamedTuple):
     """A message that was received.
 
@@ -107,7 +112,7 @@ class Message(NamedTuple):
     def content(self) -> Any:
         """The object whose pickle was sent."""
         assert isinstance(self.data, Tensor)
-        return pickle.loads(self.data.numpy().tobytes())
+        return unpickled(self.data)
 
     def tensor(
         self, dtype: torch.dtype, shape: Sequence[int], device: torch.device = _HOST

@@ -8,11 +8,8 @@ once, which is replaced by the reason.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -27,14 +24,11 @@ from lightning_pipeshift.errors import PipeShiftError, StageFailedError
 from lightning_pipeshift.runtime.comm.mesh import Mesh
 from lightning_pipeshift.runtime.comm.sockets import Opened
 from lightning_pipeshift.runtime.comm.waits import interrupt_waits
+from lightning_pipeshift.runtime.liveness.lone_collective import LoneCollective
 from lightning_pipeshift.runtime.liveness.peers import Peers
-from lightning_pipeshift.runtime.liveness.stalls import (
-    StallWatch,
-    activity,
-    standstill_text,
-    write_stacks,
-)
-from lightning_pipeshift.text import print_at_once
+from lightning_pipeshift.runtime.liveness.signals import LOOKS_EVERY_SECONDS, SignalWatch
+from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.text import capitalised, print_at_once
 
 HEARTBEAT_SECONDS: Final = 10.0
 """The default number of seconds of silence after which a rank is gone."""
@@ -43,13 +37,7 @@ HEARTBEAT_SECONDS: Final = 10.0
 _GRACE_SECONDS: Final = 10.0
 # How long after another rank's error this rank may continue.
 _RESPITE_SECONDS: Final = 1.0
-# How long after a signal this rank may still wait without a sign that the run continues, and how
-# often it then looks. With the respite, a waiting rank ends within 5 s, whatever it waits for.
-_SIGNAL_SECONDS: Final[dict[int, float]] = {signal.SIGINT: 0.5, signal.SIGTERM: 2.0}
-_LOOKS_EVERY_SECONDS: Final = 0.25
 _MOST_CHARACTERS: Final = 6000
-# How often in a row, about every second, all ranks are found waiting before that counts as an end.
-_LONE_LOOKS: Final = 5
 
 
 class FailureBoard:
@@ -96,15 +84,7 @@ class FailureBoard:
         # The error that ended this rank, if it was raised in a thread.
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._signal: int | None = None
-        self._ends_in_order = False
-        # After a signal: what each rank does, the last sign of progress, and when it was seen.
-        self._found: dict[int, Any] = {}
-        self._sign: Any = None
-        self._moved_at = 0.0
-        # What was seen of a collective that other ranks have not begun, and how often.
-        self._lone: Any = None
-        self._num_lone = 0
+        self._signals, self._lone = SignalWatch(rank), LoneCollective(rank)
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
@@ -121,7 +101,7 @@ class FailureBoard:
     @property
     def own_name(self) -> str:
         """This rank's name, at the beginning of a sentence."""
-        return _capitalised(self.name_of(self._rank))
+        return capitalised(self.name_of(self._rank))
 
     @property
     def is_open(self) -> bool:
@@ -180,7 +160,7 @@ class FailureBoard:
         """Starts another run of the same ranks."""
         self.is_running = True
         self._owner = threading.get_ident()
-        self._signal, self._ends_in_order = None, False
+        self._signals.begin()
         if self._peers is not None:
             self._peers.resume()
             self._peers.hear_signals()
@@ -232,76 +212,36 @@ class FailureBoard:
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
     def _look_for_lone_collective(self, peers: Peers) -> None:
-        """Ends the run if user code on this rank has called a function of ``torch.distributed``
-        that needs all ranks, and others have not: these wait for what this rank would do next.
-        """
         mine = self.activity()
-        if not mine["collective"]:
-            self._lone, self._num_lone = None, 0
-            return
-        found = {rank: x for rank, x in peers.answers.items() if x}
-        sign = mine, found, peers.counts
-        others = {rank: json.loads(text) for rank, text in found.items()}
-        are_late = any(
-            each["num_collectives"] < mine["num_collectives"] and each["waits"] in (-1, self._rank)
-            for each in others.values()
-        )
-        all_wait = all(x["waits"] is not None or x["collective"] for x in others.values())
-        is_lone = are_late and all_wait and len(others) == len(peers.counts)
-        self._num_lone = self._num_lone + 1 if is_lone and sign == self._lone else 0
-        self._lone = sign
-        if self._num_lone < _LONE_LOOKS:
+        reason = self._lone.look(mine, peers.answers, peers.counts, self.name_of)
+        if reason is not None:
+            if self._note({"by": None, "reason": reason}):
+                print_at_once(reason)
+        elif mine["collective"]:
             peers.ask()
-            return
-        reason = (
-            f"{self.own_name} waits in `torch.distributed.{mine['collective']}` ({mine['at']}) for"
-            f" all ranks, and others do not call it. {standstill_text(others, self.name_of)} Call"
-            " it on every rank: not only behind `if trainer.is_global_zero`."
-        )
-        if self._note({"by": None, "reason": reason}):
-            print_at_once(reason)
 
     def end_in_order(self) -> None:
         """Called when all ranks know that the run ends because of a SIGTERM: from now on, they may
         wait for a checkpoint on a slow disk, also if a launcher repeats the signal.
         """
-        self._ends_in_order, self._signal = True, None
+        self._signals.end_in_order()
 
     def _hear_signal(self, number: int) -> None:
-        is_known = self._signal is not None or (self._ends_in_order and number == signal.SIGTERM)
-        if number in _SIGNAL_SECONDS and not is_known and self._peers is not None:
-            self._signal, self._moved_at = number, time.monotonic()
-            self._peers.interval = min(self._peers.interval, _LOOKS_EVERY_SECONDS)
+        if self._peers is not None and self._signals.hear(number, time.monotonic()):
+            self._peers.interval = min(self._peers.interval, LOOKS_EVERY_SECONDS)
             self._peers.ask()
-            # Python's last search for garbage takes longer than all else of an end.
-            atexit.register(gc.freeze)
 
     def _heed_signal(self, peers: Peers) -> None:
-        """Ends this rank's wait after a signal: Python's handler runs only when the wait is over,
-        and after a SIGTERM the run is to end in order, after a step that may never be complete.
-        """
-        number, waits, now = self._signal, self.waits, time.monotonic()
-        if number is None:
+        if self._signals.number is None:
             return
-        self._found |= {rank: json.loads(text) for rank, text in peers.answers.items() if text}
-        self._found[self._rank] = self.activity()
-        peers.ask()
-        # In waits for several ranks, the time changes without progress. A long action of another
-        # rank goes from layer to layer.
-        known = waits if waits is not None and waits[0] is not None else None
-        layers = {rank: (one["action"], one["layer"]) for rank, one in self._found.items()}
-        sign = sum(peers.counts.values()) + self._count(), known, layers
-        if waits is None or sign != self._sign:
-            self._sign, self._moved_at = sign, now
-        seconds = now - self._moved_at
-        if seconds < _SIGNAL_SECONDS[number]:
-            return
-        reason = (
-            f"{self.own_name} got {signal.Signals(number).name}, and ends its wait, as no rank has"
-            f" completed anything for {seconds:.1f} s. {standstill_text(self._found, self.name_of)}"
+        num_done = sum(peers.counts.values()) + self._count()
+        ending = self._signals.look(
+            self.waits, self.activity(), peers.answers, num_done, self.name_of, time.monotonic()
         )
-        is_term = number == signal.SIGTERM
-        self._failure = SystemExit(128 + number) if is_term else KeyboardInterrupt()
+        peers.ask()
+        if ending is None:
+            return
+        reason, self._failure = ending
         if self._note({"by": self._rank, "reason": reason}):
             print_at_once(reason)
         self._is_over = True
@@ -321,7 +261,7 @@ class FailureBoard:
             self._peers.end_processes(ranks, _GRACE_SECONDS / 2)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        reason = f"{_capitalised(listed)} {verb}{how}."
+        reason = f"{capitalised(listed)} {verb}{how}."
         if self.lost_at is None:
             self.lost_at = time.monotonic()
         self.give_up()
@@ -358,7 +298,7 @@ class FailureBoard:
         if not self._is_over and since > _RESPITE_SECONDS:
             self._is_over = True
             self._end_waits()
-        grace = _GRACE_SECONDS if self._signal is None else _RESPITE_SECONDS
+        grace = _GRACE_SECONDS if self._signals.number is None else _RESPITE_SECONDS
         if since < grace:
             return
         frame = sys._current_frames().get(self._owner)
@@ -447,7 +387,3 @@ class FailureBoard:
             if threading.get_ident() == self._owner:
                 self._has_noticed = True
             raise StageFailedError(reason) from None
-
-
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 
 from lightning_pipeshift.files import PACKAGE
+from lightning_pipeshift.text import capitalised
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -220,9 +221,8 @@ def standstill_text(found: Mapping[int, Mapping[str, Any]], name_of: Callable[[i
     for rank, one in sorted(waited_for.items()):
         doing = [one["action"], one["layer"] and f"in the layer {one['layer']!r}", one["at"]]
         where = ", ".join(filter(None, doing)) or "something outside of your code"
-        name = name_of(rank)
-        text += f"{name[:1].upper()}{name[1:]} is waited for; it is at {where}. "
-    return f"{text}{waits[:1].upper()}{waits[1:]}{'.' if waits else ''}".rstrip()
+        text += f"{capitalised(name_of(rank))} is waited for; it is at {where}. "
+    return f"{text}{capitalised(waits)}{'.' if waits else ''}".rstrip()
 
 
 def _waiting_text(one: Mapping[str, Any], name_of: Callable[[int], str]) -> str:

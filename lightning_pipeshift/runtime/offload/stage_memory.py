@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.saved.codec import codec_named
-from lightning_pipeshift.plan.cost.workload import passing_bytes
+from lightning_pipeshift.plan.cost.layer_memory import passing_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

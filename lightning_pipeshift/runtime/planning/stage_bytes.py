@@ -1,12 +1,12 @@
 """What a stage's device holds besides saved tensors. Every rank counts it for itself, and so that
-the planner's count (:class:`~lightning_pipeshift.plan.cost.workload.Workload`) is the same.
+the planner's count (:class:`~lightning_pipeshift.plan.cost.layer_memory.LayerMemory`) is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from lightning_pipeshift.plan.cost.workload import batches_held, window_bytes
+from lightning_pipeshift.plan.cost.layer_memory import batches_held, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.profile import Profile, shared_bytes
 from lightning_pipeshift.plan.schedule.asynchronous import shared_copies, weight_versions

@@ -10,8 +10,9 @@ import math
 import numpy as np
 
 from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.cost.memory_model import Footprints, links_of
-from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile

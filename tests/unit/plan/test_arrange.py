@@ -14,7 +14,8 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
 from lightning_pipeshift.plan.arrange.planner import _Planner, arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
-from lightning_pipeshift.plan.cost.workload import Cut, workload_of
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import Effort

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.partition.best_cut import first_cuts
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
@@ -56,7 +56,9 @@ def test_brute_force():
         assert bool(found) == (expected is not None), f"seed {seed}"
         if found:
             assert given.estimate(found[0]) == pytest.approx(expected, rel=1e-9), f"seed {seed}"
-            assert all(given.fits(cut) and given.is_allowed(cut) for cut in found), f"seed {seed}"
+            assert all(given.memory.fits(cut) and given.is_allowed(cut) for cut in found), (
+                f"seed {seed}"
+            )
             assert len(set(found)) == len(found), f"seed {seed}"
 
 

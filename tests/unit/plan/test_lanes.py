@@ -8,6 +8,7 @@ import pytest
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.lanes import (
     MOST_PIECES,
     PIECE_BYTES,
@@ -15,9 +16,9 @@ from lightning_pipeshift.plan.cost.lanes import (
     lanes_by_share,
     num_pieces,
 )
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import Rings
-from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile

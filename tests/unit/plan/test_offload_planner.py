@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, HOST_LATENCY, Links
-from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.policies import (
     KeepAll,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.cost.workload import Cut, crossing_seconds, workload_of
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import crossing_seconds, workload_of
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.partition.best_cut import fixed_cut
 from lightning_pipeshift.plan.partition.equal_counts import uniform
@@ -97,7 +98,7 @@ def test_times_are_those_of_the_workloads(schedule, recompute):
         assert times == sorted(times)
         assert len({order for order, _ in orders}) == len(orders)
         assert all(
-            workload(order).fits(fixed_cut(workload(order), counts, recompute))
+            workload(order).memory.fits(fixed_cut(workload(order), counts, recompute))
             for order, counts in orders
         )
         num_checked += len(orders)
@@ -128,7 +129,7 @@ def test_an_order_that_does_not_fit_leads_to_one_that_does():
     found, workload, _ = search(3, 4, 8, room=1.6)
     even = Cut((2, 2, 2, 2))
     orders = list(itertools.permutations(range(4)))
-    unfit = [order for order in orders if not workload(order).fits(even)]
+    unfit = [order for order in orders if not workload(order).memory.fits(even)]
     assert 0 < len(unfit) < len(orders)
     for order in unfit:
         assert found.best_orders([(order, even.counts)])

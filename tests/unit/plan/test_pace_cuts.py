@@ -5,7 +5,7 @@ import pytest
 
 from lightning_pipeshift.plan.arrange.evaluator import Evaluator
 from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.partition.best_cut import best_cut, neighbours
 from tests.unit.plan.clusters import unlike
 from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
@@ -51,7 +51,7 @@ def test_brute_force(schedule):
         if not cuts:
             continue
         best = best_cut(given)
-        assert given.fits(best), f"seed {seed}"
+        assert given.memory.fits(best), f"seed {seed}"
         seconds = given.step_seconds([best])[0]
         assert seconds == pytest.approx(min(given.step_seconds(cuts)), rel=1e-8), f"seed {seed}"
         num_recomputing += bool(best.recompute)

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost import workload as workload_module
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, workload_of
 from lightning_pipeshift.plan.cost.memory_model import Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.simulator import simulate
-from lightning_pipeshift.plan.cost.workload import Cut, relative_sizes, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor, Swap
@@ -190,7 +191,7 @@ def test_memory(case):
     cut = Cut(counts)
     found = Pipelines(model, cluster, [range(stages)], [workload], [cut]).predicted()
     assert found.memory_bytes == (held,)
-    assert workload.memory_bytes(cut) == held
+    assert workload.memory.peak_bytes(cut) == held
 
 
 @pytest.mark.parametrize("is_unequal", [False, True])
@@ -226,7 +227,7 @@ def test_memory_in_closed_form_is_that_of_the_timeline(schedule, is_unequal):
             again = [layer for layer in everything if draw.random() < 0.5]
             cut = Cut(counts, frozenset(again))
             recomputing += bool(again)
-            found, closed = footprints.of(cut).peak_bytes, given.memory_bytes(cut)
+            found, closed = footprints.of(cut).peak_bytes, given.memory.peak_bytes(cut)
             # A payload may be freed at the moment at which the next one is sent.
             sent = given.payload_bytes[list(cut.bounds[1:])]
             for peak, most, payload in zip(found, closed, sent, strict=True):

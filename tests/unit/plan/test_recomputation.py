@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.partition.ranges import ranges_of
 from lightning_pipeshift.plan.partition.recomputation import (
     Recomputation,
@@ -72,17 +72,19 @@ def test_what_a_stage_holds():
     for seed in range(60):
         given = random_workload(seed)
         none, full = (bytes_held(given, word) for word in ("none", "full"))
-        freed = np.maximum(given.freed_bytes, 0.0)
+        freed = np.maximum(given.memory.freed_bytes, 0.0)
         for cut in all_cuts(given, "none"):
             everything = given.everything_recomputed(cut.counts)
             some = Cut(cut.counts, frozenset(list(everything.recompute)[::2]))
             ranges = list(enumerate(itertools.pairwise(cut.bounds)))
-            assert [none[s, b, e] for s, (b, e) in ranges] == pytest.approx(given.memory_bytes(cut))
+            assert [none[s, b, e] for s, (b, e) in ranges] == pytest.approx(
+                given.memory.peak_bytes(cut)
+            )
             held = [full[s, b, e] for s, (b, e) in ranges]
-            assert held == pytest.approx(given.memory_bytes(everything))
+            assert held == pytest.approx(given.memory.peak_bytes(everything))
             for s, (b, e) in ranges:
                 layers = [layer for layer in range(b, e) if layer in some.recompute]
-                less = given.memory_bytes(cut)[s] - given.memory_bytes(some)[s]
+                less = given.memory.peak_bytes(cut)[s] - given.memory.peak_bytes(some)[s]
                 # What would take more memory is no choice.
                 assert freed[s, layers].sum() >= less - 1e-9
 
@@ -99,7 +101,7 @@ def test_each_cut_gets_a_recomputation_that_is_near_the_fastest(recompute):
         recomputation = Recomputation(given, recompute)
         found = recomputation.cuts(list(least))
         assert [cut.counts for cut in found] == list(least), f"seed {seed}"
-        assert all(given.fits(cut) for cut in found), f"seed {seed}"
+        assert all(given.memory.fits(cut) for cut in found), f"seed {seed}"
         # A plan is written as JSON, which knows no numbers of NumPy.
         assert {type(layer) for cut in found for layer in cut.recompute} <= {int}
         for cut in found:

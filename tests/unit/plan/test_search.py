@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.partition.best_cut import best_cut
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from tests.unit.plan.workloads import all_cuts, random_workload, workload

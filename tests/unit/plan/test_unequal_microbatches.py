@@ -11,7 +11,8 @@ import torch
 
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import Cut, relative_sizes, workload_of
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.schedule.actions import Kind

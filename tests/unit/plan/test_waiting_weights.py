@@ -9,7 +9,8 @@ import pytest
 
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.cost.workload import window_bytes, workload_of
+from lightning_pipeshift.plan.cost.layer_memory import window_bytes
+from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.policies import Planned

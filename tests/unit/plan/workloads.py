@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.cost.cut import Cut
+from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
 
 
@@ -134,7 +135,9 @@ def random_workload(
         microbatches=microbatches,
         allowed=allowed,
     )
-    held = boundless.fixed_bytes.mean(axis=0).sum() + np.mean(boundless.in_flight) * saved.sum()
+    held = (
+        boundless.memory.fixed_bytes.mean(axis=0).sum() + np.mean(boundless.in_flight) * saved.sum()
+    )
     even = held / num_stages
     room = (even * draw.uniform(0.6, 2.0) * draw.uniform(0.7, 1.5, num_stages)).round()
     is_tight = draw.random() < 0.5 if tight is None else tight
@@ -147,7 +150,7 @@ def all_cuts(workload: Workload, recompute: str = "auto") -> list[Cut]:
         cut
         for counts in all_counts(workload)
         for cut in _with_recomputation(workload, counts, recompute)
-        if workload.is_allowed(cut) and workload.fits(cut)
+        if workload.is_allowed(cut) and workload.memory.fits(cut)
     ]
 
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.cost.layer_memory import SENDS_UNDER_WAY
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Place
+from lightning_pipeshift.runtime.comm.sends import Sends
 
 
-class Slow(Mailbox):
+class Slow(Sends):
     """Sends are complete only when they are waited for, as on a network that is slower than the
     stage. Large tensors are counted from their sends to that.
     """
 
-    def __init__(self) -> None:
-        super().__init__(None, [0, 1], [0, 1], 1, lambda _: nullcontext())
-        self.num_under_way = self.most_under_way = 0
-
-    def _receive_all(self, source: int) -> None:
-        pass
+    num_under_way = most_under_way = 0
 
     def _post(self, data: torch.Tensor, to: int, tag: int) -> Any:
         return None
@@ -46,6 +42,18 @@ class Slow(Mailbox):
         return sent
 
 
+class Deaf(Mailbox):
+    """Receives nothing."""
+
+    def _receive_all(self, source: int) -> None:
+        pass
+
+
+def nowhere(_: int | None) -> AbstractContextManager[None]:
+    """The context of communication with nobody."""
+    return nullcontext()
+
+
 @pytest.mark.parametrize(
     ("kind", "most", "num_elements", "expected"),
     [
@@ -57,12 +65,13 @@ class Slow(Mailbox):
     ],
 )
 def test_sends_under_way(kind: Kind, most: int | None, num_elements: int, expected: int) -> None:
-    mailbox = Slow()
-    mailbox.most_large = most
+    mailbox = Deaf(None, [0, 1], [0, 1], 1, nowhere)
+    sends = Slow(None, [0, 1], [0, 1], nowhere, torch.device("cpu"), mailbox._fail)
+    mailbox._sends, mailbox.most_large = sends, most
     send = partial(mailbox.send, 0, place=Place("a layer", 0, "train.py:1"))
     for turn in range(5):
         send(key=Key(1, 0, turn, kind, 0, turn), content=torch.ones(num_elements))
-    assert mailbox.most_under_way == expected
+    assert sends.most_under_way == expected
     # As before a backward.
     mailbox.await_sent(Kind.VALUE)
-    assert mailbox.num_under_way == (min(expected, SENDS_UNDER_WAY) if kind is Kind.GRADIENT else 0)
+    assert sends.num_under_way == (min(expected, SENDS_UNDER_WAY) if kind is Kind.GRADIENT else 0)

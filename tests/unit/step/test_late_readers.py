@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.plan.schedule.schedules import forward_only
-from lightning_pipeshift.runtime.comm.mailbox import KEPT_RUNS
+from lightning_pipeshift.runtime.comm.offers import KEPT_RUNS
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.values.core import Core
 from tests.unit.step.together import StageError, Stages, is_refusal

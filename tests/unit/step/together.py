@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Place
+from lightning_pipeshift.runtime.comm.sends import FRAME_TAG, PAYLOAD_TAG, Sends
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.value import run_by, running
 
@@ -228,6 +229,25 @@ class Stages:
         return part
 
 
+class _InMemorySends(Sends):
+    """What a stage in this process has sent."""
+
+    def __init__(self, stages: Stages, num_stages: int, stage: int) -> None:
+        ranks = list(range(num_stages))
+        cpu = torch.device("cpu")
+        super().__init__(None, ranks, ranks, lambda _: nullcontext(), cpu, lambda _: None)
+        self._stages, self._stage = stages, stage
+
+    def _post(self, data: Tensor, to: int, tag: int) -> None:
+        self._stages.post(self._stage, to, data, tag == FRAME_TAG)
+
+    def _send_behind(self, to: int, kind: Any, fetch: Any) -> None:
+        self._post(fetch.wait(), to, PAYLOAD_TAG)
+
+    def flush(self, all_but: int = 0) -> None:
+        self._stages.flush(self._stage)
+
+
 class InMemoryMailbox(Mailbox):
     """A mailbox of a stage in this process."""
 
@@ -238,25 +258,16 @@ class InMemoryMailbox(Mailbox):
         self._stages, self._num_asks, self._is_delivering = stages, 0, False
         ranks = list(range(num_stages))
         super().__init__(None, ranks, ranks, stage, lambda _: nullcontext())
+        self._sends = _InMemorySends(stages, num_stages, stage)
 
     def _receive_all(self, source: int) -> None:
         """No thread receives: messages are delivered."""
 
     def _send_packed(self, to: int, key: Key, place: Place, content: Any) -> None:
-        self._num_asks, self._begins = 0, True
+        self._num_asks = 0
         super()._send_packed(to, key, place, content)
         if not self._is_delivering:
             self._stages.sent(self.stage)
-
-    def _post(self, data: Tensor, to: int, tag: int) -> None:
-        self._stages.post(self.stage, to, data, self._begins)
-        self._begins = False
-
-    def _send_behind(self, to: int, kind: Any, fetch: Any) -> None:
-        self._post(fetch.wait(), to, 0)
-
-    def flush(self, all_but: int = 0) -> None:
-        self._stages.flush(self.stage)
 
     def deliver(self, source: int) -> None:
         """Receives a message that is under way."""
