@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
     base_of,
     has_hooks,
-    num_other_uses,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -23,8 +22,7 @@ from lightning_pipeshift.values.arguments import (
     Outcome,
     State,
     applied,
-    copied,
-    given,
+    copied_call,
 )
 from lightning_pipeshift.values.contract import (
     Contract,
@@ -34,18 +32,26 @@ from lightning_pipeshift.values.contract import (
     specs_of,
 )
 from lightning_pipeshift.values.gradients import Graph
-from lightning_pipeshift.values.program import require_here
+from lightning_pipeshift.values.reads import copy_offers, offer
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
     StepBuffer,
-    StepParameter,
     Value,
     run_by,
     user_line,
     versions_in,
 )
+from lightning_pipeshift.values.writes import (
+    is_own,
+    require_no_parameter,
+    require_own,
+    require_writable,
+)
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.core import Core
 
 _NOTHING = Outcome((), ())
 
@@ -100,18 +106,35 @@ class CallWatch(Protocol):
         """
 
 
+def described(tensor: Tensor) -> Any:
+    """What of a tensor the shapes of a call's results may depend on."""
+    if type(tensor) is Value:
+        return tensor.geometry, tensor.account.requires_grad
+    with without_torch_function_of_subclasses():
+        return (tensor.shape, tensor.stride(), tensor.dtype), tensor.requires_grad
+
+
+def modes_of(core: Core) -> tuple[bool, torch.dtype | None]:
+    """What of torch's modes a call's result may depend on: whether gradients are computed, and the
+    type that autocast computes in.
+    """
+    kind, is_cast = core.device_kind, torch.is_autocast_enabled(core.device_kind)
+    return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if is_cast else None
+
+
 class Calls(Transfers):
     """A program whose calls run at one stage each."""
 
-    def _call(self, call: Call) -> Any:
+    def call(self, call: Call) -> Any:
+        """Runs a call at its stage; returns its result, with values. Every stage calls this."""
         contract, arguments, stage = call.contract, call.arguments, call.stage
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
         for at, needs in contract.written.items() if contract is not None else ():
             target = arguments.tensors[at]
             if type(target) not in PLACED:
-                self._require_own(target, call.label, needs)
+                require_own(self.core, target, call.label, needs)
                 self._adopt(target, stage)
-        self.entered = None
+        self.links.entered = None
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if contract is not None and at not in contract.used:
@@ -126,7 +149,7 @@ class Calls(Transfers):
                     self._note_common(tensor)
             if type(tensor) in PLACED:
                 if contract is not None and at in contract.written:
-                    self._require_writable(call, at, with_gradient)
+                    require_writable(self, call, at, with_gradient)
                 plain = self.bring(tensor, stage, with_gradient, call.label)
                 if plain is not None:
                     here[at] = plain
@@ -150,7 +173,7 @@ class Calls(Transfers):
             self.mailbox.flush()
             for at in range(len(arguments.tensors)) if contract is None else contract.written:
                 if type(arguments.tensors[at]) in PLACED:
-                    self.copy_offers(arguments.tensors[at])
+                    copy_offers(self.mailbox, self.account_of(arguments.tensors[at]).memory)
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with without_torch_function_of_subclasses():
             with run_by(None):
@@ -166,7 +189,7 @@ class Calls(Transfers):
             needs_gradient = {at: tensors[at].requires_grad for at in written}
             for at in written:
                 if at not in here:
-                    self._require_own(tensors[at], call.label, needs_gradient[at])
+                    require_own(self.core, tensors[at], call.label, needs_gradient[at])
             told = after.result, after.changes_from(before), specs, needs_gradient
             return self._told(call, here, (told, after.new))
 
@@ -192,8 +215,7 @@ class Calls(Transfers):
                 name: plain(x) if isinstance(x, Tensor) else x for name, x in call.kwargs.items()
             }
         else:
-            args, *items = copied(given(call.args, call.kwargs), plain, memo)
-            kwargs = dict(items)
+            args, kwargs = copied_call(call.args, call.kwargs, plain, memo)
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
@@ -239,11 +261,15 @@ class Calls(Transfers):
             memory = self.account_of(shared).memory if type(shared) in PLACED else None
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         if spec.requires_grad:
-            account.graph = self.joined(call) if graph is None else graph
+            account.graph = self._joined(call) if graph is None else graph
         if tensor is not None:
             # A layer may return a buffer, and write to it later.
-            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
+            is_buffer = call.layer is not None and bool(self.core.buffers[call.layer])
+            offer(self.mailbox, account, is_buffer)
         return self.new_value(spec, account)
+
+    def _joined(self, call: Call) -> Graph | None:
+        return None if self.is_alone else self.links.joined(call, self.accounts)
 
     def _values(
         self,
@@ -257,7 +283,7 @@ class Calls(Transfers):
     ) -> Any:
         values: list[Value] = []
         has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
-        graph = self.joined(call) if has_gradient else None
+        graph = self._joined(call) if has_gradient else None
         for spec, tensor in zip(specs, new, strict=True):
             values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():
@@ -296,7 +322,7 @@ class Calls(Transfers):
                 if other.owner == call.stage:
                     other.refresh()
                     if self.stage == call.stage:
-                        self.offer(other)
+                        offer(self.mailbox, other)
             if isinstance(target, Value):
                 target.has_history = target.has_history or needs_gradient
                 if target.requires_grad != account.requires_grad:
@@ -323,72 +349,14 @@ class Calls(Transfers):
             call, here, specs, new or [None] * len(specs), result, changes, written_to
         )
 
-    def _require_writable(self, call: Call, at: int, with_gradient: bool) -> None:
-        """Raises LayerError if a write would reach a copy only: of a tensor with views, or with a
-        history that stays elsewhere.
-        """
-        assert call.contract is not None
-        target = call.arguments.tensors[at]
-        account = self.account_of(target)
-        stays = isinstance(target, StepParameter) or (isinstance(target, Value) and target.stays)
-        if stays and account.owner != call.stage:
-            raise LayerError(
-                f"`{call.label}` ({user_line()}) writes to parameters or gradients of several"
-                " stages at once, or in a layer of another stage. Write to each by itself"
-                " (`foreach=False`, or `for p in ...: p.mul_(2)`)."
-            )
-        others = [
-            self.account_of(call.arguments.tensors[other])
-            for other in call.contract.used - {at}
-            if type(call.arguments.tensors[other]) in PLACED
-        ]
-        is_away = account.owner != call.stage
-        has_views = len(account.memory.accounts) > 1
-        if (
-            (is_away and any(other.memory is account.memory for other in others))
-            or (is_away and account.requires_grad and not with_gradient)
-            or (not is_away and has_views and (account.has_left or account.memory.has_returned))
-        ):
-            raise LayerError(
-                f"`{call.label}` ({user_line()}) writes in place to a value that other tensors"
-                " share, or whose gradient another stage computes. Use an operation that returns a"
-                " new tensor (`x = x * 2` in place of `x.mul_(2)`)."
-            )
-
-    def _require_own(self, tensor: Tensor, label: str, needs_gradient: bool) -> None:
-        """Raises LayerError if a common tensor, with the tensor that it is a view of, cannot become
-        a value of one stage: others that share its memory would not.
-        """
-        if not _is_own(tensor, needs_gradient):
-            self._require_no_parameter(tensor, label)
-            raise LayerError(
-                f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
-                " stage has, and whose memory other tensors or arrays share, or that needs a"
-                " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
-                " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
-                " operation that returns a new tensor (`torch.where`, `torch.cat`)."
-            )
-
-    def _require_no_parameter(self, tensor: Tensor, label: str) -> None:
-        """Raises LayerError for a tensor that one stage has, or a parameter, between two steps:
-        there they are no values.
-        """
-        require_here(tensor)
-        if isinstance(tensor, nn.Parameter) and not self.core.sees_parameters:
-            raise LayerError(
-                f"`{label}` ({user_line()}) writes a value of a step into a parameter, and runs"
-                " between two steps, where a parameter's bytes are at its own stage only. Do it in"
-                " `training_step` (under `torch.no_grad()`), or in `on_before_optimizer_step`."
-            )
-
     def make_value(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of a stage, for ``x.data = y``.
 
         Raises:
             LayerError: others that share its memory would not become values.
         """
-        if not _is_own(tensor, False):
-            self._require_no_parameter(tensor, "x.data = y")
+        if not is_own(tensor, False):
+            require_no_parameter(self.core, tensor, "x.data = y")
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
                 " and whose memory other tensors or arrays share, or that needs a gradient, or"
@@ -415,7 +383,7 @@ class Calls(Transfers):
         is_plain = type(tensor) is Tensor and tensor.is_leaf
         if is_plain and tensor.grad is None and not has_hooks(tensor):
             self._adopt(tensor, call.stage)
-        elif not self._is_alone:
+        elif not self.is_alone:
             return self.enter(tensor, call.stage, call.label)
         return None
 
@@ -432,10 +400,10 @@ class Calls(Transfers):
             torch.utils.swap_tensors(tensor, torch.empty(0))
             self._adopt(base, stage)
             view = base.as_strided(shape, stride, offset)
-            if self._is_alone:
+            if self.is_alone:
                 self._living.pop()
             torch.utils.swap_tensors(tensor, view)
-            if self._is_alone:
+            if self.is_alone:
                 self._living.append(weakref.ref(cast(Value, tensor)))
             return
         spec = spec_of(tensor)
@@ -443,15 +411,7 @@ class Calls(Transfers):
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
-        if self._is_alone:
+        if self.is_alone:
             self._living.append(weakref.ref(cast(Value, tensor)))
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
-
-
-def _is_own(tensor: Tensor, needs_gradient: bool) -> bool:
-    """Whether a common tensor, with the tensor that it is a view of, has its memory for itself."""
-    base = base_of(tensor)
-    is_view = base is not None and type(base) is Tensor and not needs_gradient
-    is_shared = num_other_uses(tensor) > is_view
-    return type(tensor) is Tensor and not is_shared and not tensor.requires_grad

@@ -46,7 +46,7 @@ from lightning_pipeshift.values.arguments import (
     Outcome,
     State,
     arguments_in,
-    copied,
+    copied_call,
     given,
     is_constant,
     part_of,
@@ -198,8 +198,8 @@ class ContractFinder:
             with torch.enable_grad():
                 stand_ins = [self._stand_in(tensor) for tensor in arguments.tensors]
             memo: dict[int, Any] = {}
-            fake_args, *fake_kwargs = copied(
-                given(args, kwargs), lambda tensor: stand_ins[arguments.number_of(tensor)], memo
+            fake_args, fake_kwargs = copied_call(
+                args, kwargs, lambda tensor: stand_ins[arguments.number_of(tensor)], memo
             )
             nodes = [memo[id(node)] for node in arguments.nodes]
             before = Outcome(nodes, stand_ins)
@@ -210,7 +210,7 @@ class ContractFinder:
             self.is_running = True
             try:
                 with watch:
-                    result = function(*fake_args, **dict(fake_kwargs))
+                    result = function(*fake_args, **fake_kwargs)
                 after = Outcome(nodes, stand_ins, result)
                 specs = specs_of(after.new, stand_ins)
             except Exception:

@@ -106,7 +106,8 @@ class NotedProgram:
         self._serial += 1
         return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
 
-    def _place(self, label: str) -> Place:
+    def place(self, label: str) -> Place:
+        """Where the program is now."""
         return Place(label, self._with_generators(), user_line())
 
     def receive(self, key: Key, place: Place) -> Message:

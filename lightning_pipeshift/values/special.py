@@ -13,7 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Memory
+from lightning_pipeshift.values.backward import gradients_of
 from lightning_pipeshift.values.contract import spec_of
+from lightning_pipeshift.values.reads import offer
 from lightning_pipeshift.values.value import (
     DATA,
     PLACED,
@@ -144,7 +146,7 @@ def _told(
                 continue
             account = microbatch.new_account(stage, spec.requires_grad, own[at], Memory())
             with without_torch_function_of_subclasses():
-                microbatch.offer(account, is_changed_unseen=True)
+                offer(microbatch.mailbox, account, is_changed_unseen=True)
             found[at] = microbatch.new_value(spec, account)
     return found
 
@@ -174,8 +176,13 @@ def _gradients(
     losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if grad_outputs is None or isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs] * len(losses)
-    own = microbatch.gradients_of(
-        losses, tensors, list(grad_outputs), bool(retain_graph), create_graph or is_grads_batched
+    own = gradients_of(
+        microbatch,
+        losses,
+        tensors,
+        list(grad_outputs),
+        bool(retain_graph),
+        create_graph or is_grads_batched,
     )
     found = _told(microbatch, tensors, own)
     for at, tensor in enumerate(tensors):
@@ -262,7 +269,7 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
             if not held.is_inference():
                 # A backward that has saved it must not go on with other bytes.
                 torch.autograd.graph.increment_version(held)
-            microbatch.offer(account)
+            offer(microbatch.mailbox, account)
     microbatch.share_memory(tensor, account)
 
 
