@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key
-from lightning_pipeshift.values.gradients import Graph
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.graphs import Graph
 
 
 class Memory:

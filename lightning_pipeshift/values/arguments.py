@@ -353,7 +353,7 @@ def _same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a is b or (isinstance(a, str | int) and a == b) or a == b)
+    return bool(a is b or a == b)
 
 
 def applied(

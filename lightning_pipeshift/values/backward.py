@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError, PipeShiftError
-from lightning_pipeshift.values.gradients import Graph
+from lightning_pipeshift.values.graphs import Graph
 from lightning_pipeshift.values.value import PLACED, Value, run_by, user_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run_backward(
         only = [here for x in several if (here := _here(program, x)) is not None]
 
     def run(roots: list[Tensor], gradients: list[Tensor | None]) -> None:
-        asked = program.links.with_token(only)
+        asked = program.graphs.with_token(only)
         torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=asked)
 
     _go_back(program, [loss], [gradient], run, bool(retain_graph))
@@ -71,7 +71,7 @@ def gradients_of(
     found: dict[int, Tensor] = {}
 
     def run(roots: list[Tensor], of_roots: list[Tensor | None]) -> None:
-        asked = program.links.with_token(list(wanted.values()))
+        asked = program.graphs.with_token(list(wanted.values()))
         if asked:
             here = torch.autograd.grad(
                 roots, asked, of_roots, retain_graph=is_kept, allow_unused=True
@@ -122,7 +122,7 @@ def _go_back(
     roots: list[Tensor] = []
     of_roots: list[Tensor | None] = []
     for loss, gradient in zip(losses, gradients, strict=True):
-        program.links.require_unused(loss)
+        program.graphs.require_unused(loss)
         graph, link = program.graph_of(loss), loss
         if graph is not None:
             graphs[graph] = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +16,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.values.account import Account, Memory
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    Outcome,
-    State,
-    applied,
-    copied_call,
-)
+from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
 from lightning_pipeshift.values.contract import (
     Contract,
     kept_simply,
@@ -31,7 +24,7 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
-from lightning_pipeshift.values.gradients import Graph
+from lightning_pipeshift.values.graphs import Graph
 from lightning_pipeshift.values.reads import copy_offers, offer
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
@@ -127,6 +120,12 @@ class Calls(Transfers):
 
     def call(self, call: Call) -> Any:
         """Runs a call at its stage; returns its result, with values. Every stage calls this."""
+        result = self._called_at_stage(call)
+        if self.core.calls is not None:
+            self.core.calls.called(self, call, result)
+        return result
+
+    def _called_at_stage(self, call: Call) -> Any:
         contract, arguments, stage = call.contract, call.arguments, call.stage
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
         for at, needs in contract.written.items() if contract is not None else ():
@@ -134,7 +133,7 @@ class Calls(Transfers):
             if type(target) not in PLACED:
                 require_own(self.core, target, call.label, needs)
                 self._adopt(target, stage)
-        self.links.entered = None
+        self.graphs.entered = None
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if contract is not None and at not in contract.used:
@@ -227,14 +226,14 @@ class Calls(Transfers):
         return result, nodes, before, written
 
     def _given(self, call: Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
-        """Makes the values of a call's results, notes its writes, and applies its changes."""
+        """The result of a call with a contract: see :meth:`_values`."""
         contract = call.contract
         assert contract is not None
         if contract.gives_one:
             return self._made(call, contract.specs[0], new[0], [])
         written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
         return self._values(
-            call, here, contract.specs, new, contract.result, contract.changes, written
+            call, here, new, contract.result, contract.changes, contract.specs, written
         )
 
     def _made(
@@ -269,66 +268,96 @@ class Calls(Transfers):
         return self.new_value(spec, account)
 
     def _joined(self, call: Call) -> Graph | None:
-        return None if self.is_alone else self.links.joined(call, self.accounts)
+        return None if self.is_alone else self.graphs.joined(call, self.accounts)
 
     def _values(
         self,
         call: Call,
         here: dict[int, Tensor],
-        specs: Sequence[Spec],
         new: Sequence[Tensor | None],
         result: Any,
         changes: dict[int, State],
+        specs: Sequence[Spec],
         written: dict[int, bool],
     ) -> Any:
+        """Makes the values of a call's results, notes its writes, and applies its changes.
+
+        Args:
+            call: the call.
+            here: at its stage, the plain tensors of the values among its arguments.
+            new: at its stage, the tensors that it has made.
+            result: what it has returned, encoded.
+            changes: in the containers and objects among its arguments.
+            specs: of the tensors that it has made.
+            written: the numbers of those that it has written to, and whether each needs a gradient.
+        """
         values: list[Value] = []
         has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
         graph = self._joined(call) if has_gradient else None
         for spec, tensor in zip(specs, new, strict=True):
             values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():
-            target = call.arguments.tensors[at]
-            if type(target) not in PLACED:
-                self._adopt(target, call.stage)
-            account = self.account_of(target)
-            sharing = account.memory.write(call.stage)
-            begins = needs_gradient and not account.requires_grad
-            if begins and any(x is not account and not x.requires_grad for x in sharing):
-                # A view's base would need one from here on, and not a tensor that is detached.
-                raise LayerError(
-                    f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
-                    " several tensors share, and that needed none so far. Write into the whole"
-                    " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
-                    " that returns a new one (`torch.cat`, `torch.where`)."
-                )
-            account.requires_grad = account.requires_grad or needs_gradient
-            if needs_gradient and graph is not None:
-                for each in (account, *(x for x in sharing if x.requires_grad)):
-                    each.graph = graph if each.graph is None else graph.join(each.graph)
-            kept = here.get(at, account.tensor) if self.stage == call.stage else None
-            # Through a view, too, or through `x.data`.
-            placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
-            if placed:
-                self.writes_placed()
-            if isinstance(target, StepBuffer):
-                self.core.move_buffer(target, call.stage, kept)
-                kept = None if kept is None else target
-            account.begin(call.stage, kept)
-            if account.name is not None:
-                self._name(account)
-            for x in placed:
-                self.core.writes_to(x)
-            for other in sharing:
-                if other.owner == call.stage:
-                    other.refresh()
-                    if self.stage == call.stage:
-                        offer(self.mailbox, other)
-            if isinstance(target, Value):
-                target.has_history = target.has_history or needs_gradient
-                if target.requires_grad != account.requires_grad:
-                    with without_torch_function_of_subclasses():
-                        target.requires_grad_(account.requires_grad)
+            self._note_write(call, at, needs_gradient, here, graph)
         return applied(result, changes, call.arguments, values)
+
+    def _note_write(
+        self,
+        call: Call,
+        at: int,
+        needs_gradient: bool,
+        here: dict[int, Tensor],
+        graph: Graph | None,
+    ) -> None:
+        """Notes that a call has written to a tensor.
+
+        Args:
+            call: the call.
+            at: the number of the tensor.
+            needs_gradient: whether it needs a gradient now.
+            here: see :meth:`_values`.
+            graph: of what needs a gradient.
+        """
+        target = call.arguments.tensors[at]
+        if type(target) not in PLACED:
+            self._adopt(target, call.stage)
+        account = self.account_of(target)
+        sharing = account.memory.write(call.stage)
+        begins = needs_gradient and not account.requires_grad
+        if begins and any(x is not account and not x.requires_grad for x in sharing):
+            # A view's base would need one from here on, and not a tensor that is detached.
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
+                " several tensors share, and that needed none so far. Write into the whole"
+                " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
+                " that returns a new one (`torch.cat`, `torch.where`)."
+            )
+        account.requires_grad = account.requires_grad or needs_gradient
+        if needs_gradient and graph is not None:
+            for each in (account, *(x for x in sharing if x.requires_grad)):
+                each.graph = graph if each.graph is None else graph.join(each.graph)
+        kept = here.get(at, account.tensor) if self.stage == call.stage else None
+        # Through a view, too, or through `x.data`.
+        placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
+        if placed:
+            self.writes_placed()
+        if isinstance(target, StepBuffer):
+            self.core.move_buffer(target, call.stage, kept)
+            kept = None if kept is None else target
+        account.begin(call.stage, kept)
+        if account.name is not None:
+            self._name(account)
+        for x in placed:
+            self.core.writes_to(x)
+        for other in sharing:
+            if other.owner == call.stage:
+                other.refresh()
+                if self.stage == call.stage:
+                    offer(self.mailbox, other)
+        if isinstance(target, Value):
+            target.has_history = target.has_history or needs_gradient
+            if target.requires_grad != account.requires_grad:
+                with without_torch_function_of_subclasses():
+                    target.requires_grad_(account.requires_grad)
 
     def writes_placed(self) -> None:
         """Called where an operation writes to a parameter, or to a buffer of a layer."""
@@ -336,18 +365,17 @@ class Calls(Transfers):
     def _told(
         self, call: Call, here: dict[int, Tensor], ran: tuple[Any, Sequence[Tensor]] | None
     ) -> Any:
-        """Returns the result of a call that depends on values: its stage tells it to the others.
+        """The result of a call that depends on values: its stage tells it to the others.
 
         Args:
             call: the call.
-            here: at its stage, the plain tensors of the values among its arguments.
+            here: see :meth:`_values`.
             ran: at its stage, what to tell, and the tensors that it has made.
         """
         told, new = ran or (None, ())
-        result, changes, specs, written_to = self.tell(told, call.stage, call.label)
-        return self._values(
-            call, here, specs, new or [None] * len(specs), result, changes, written_to
-        )
+        result, changes, specs, written = self.tell(told, call.stage, call.label)
+        new = new or [None] * len(specs)
+        return self._values(call, here, new, result, changes, specs, written)
 
     def make_value(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of a stage, for ``x.data = y``.
@@ -403,15 +431,13 @@ class Calls(Transfers):
             if self.is_alone:
                 self._living.pop()
             torch.utils.swap_tensors(tensor, view)
-            if self.is_alone:
-                self._living.append(weakref.ref(cast(Value, tensor)))
+            self._note_living(tensor)
             return
         spec = spec_of(tensor)
         account = self.new_account(stage, spec.requires_grad, None, Memory())
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
-        if self.is_alone:
-            self._living.append(weakref.ref(cast(Value, tensor)))
+        self._note_living(tensor)
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)

@@ -137,7 +137,7 @@ class Core:
         """
         self.owners = owners
         for layer in self.placed_layers:
-            layer.foreign.clear()
+            layer.forget_owners()
         # Of layers that share a tensor, the first one's stage owns it.
         for number in reversed(range(len(self.layers))):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
@@ -219,15 +219,6 @@ class Core:
     def states(self) -> list[list[Attribute]]:
         """The attributes that each layer changes when it is called, as far as they are known."""
         return [layer.state for layer in self.placed_layers]
-
-    def foreign(self, layer: PlacedLayer, stage: int) -> list[tuple[str, Tensor]]:
-        """The parameters of a layer, by name, that another stage owns than that which runs it."""
-        found = layer.foreign.get(stage)
-        if found is None:
-            owners = self.parameter_owners
-            found = [each for each in layer.parameters if owners[each[1]] != stage]
-            layer.foreign[stage] = found
-        return found
 
     @contextmanager
     def placed(self) -> Iterator[None]:

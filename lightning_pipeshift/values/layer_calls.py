@@ -104,7 +104,8 @@ def call_layer(
         if buffer in accounts:
             accounts[buffer].refresh()
     # What operations have used, another stage may have the last word on.
-    parameters = layer.parameters if accounts else core.foreign(layer, stage)
+    owners = core.parameter_owners
+    parameters = layer.parameters if accounts else layer.foreign(stage, owners)
     result = program.call(
         Call(
             at_owner.run,

@@ -12,32 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import map_leaves
-from lightning_pipeshift.model.user_state.random_streams import (
-    stream_seed,
-)
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    copied_call,
-    given,
-)
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.values.arguments import Arguments, copied_call, given
 from lightning_pipeshift.values.backward import run_backward
 from lightning_pipeshift.values.calls import Call, Calls, described, modes_of
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_calls import call_layer
 from lightning_pipeshift.values.special import SPECIAL
-from lightning_pipeshift.values.value import (
-    PLACED,
-    StepParameter,
-    Value,
-    name_of,
-)
+from lightning_pipeshift.values.value import PLACED, StepParameter, Value, name_of
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -124,13 +111,6 @@ class Microbatch(Calls):
     def read_number(self, value: Tensor) -> Any:
         """See :class:`Program`."""
         return self._read_by(Tensor.item, (value,), {})
-
-    def call(self, call: Call) -> Any:
-        """Runs a call."""
-        result = super().call(call)
-        if self.core.calls is not None:
-            self.core.calls.called(self, call, result)
-        return result
 
     def next_stream(self, name: str) -> tuple[int, int]:
         """The random stream of the next call of a name: see :class:`Call`."""

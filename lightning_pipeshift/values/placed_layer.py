@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,7 @@ class PlacedLayer:
         self.modules = list(module.named_modules())
         self.family = tuple((name, type(each)) for name, each in self.modules)
         """The same for layers with the same modules."""
-        self.foreign: dict[int, list[tuple[str, Tensor]]] = {}
-        """By the stage that runs it: the parameters, by name, that another stage owns."""
+        self._foreign: dict[int, list[tuple[str, Tensor]]] = {}
         self.flagged = flagged_in(module)
         self.state: list[Attribute] = []
         """The attributes that its calls change, as far as they are known."""
@@ -59,6 +58,23 @@ class PlacedLayer:
         """The number of its kind, when it was called last."""
         self.watch: Watch | None = None
         """Tells when its settings change."""
+
+    def foreign(self, stage: int, owners: Mapping[Tensor, int]) -> list[tuple[str, Tensor]]:
+        """Its parameters, by name, that another stage owns than that which runs it.
+
+        Args:
+            stage: the latter.
+            owners: of all parameters.
+        """
+        found = self._foreign.get(stage)
+        if found is None:
+            found = [each for each in self.parameters if owners[each[1]] != stage]
+            self._foreign[stage] = found
+        return found
+
+    def forget_owners(self) -> None:
+        """Called when parameters have other owners."""
+        self._foreign.clear()
 
     def watch_of(self, module: nn.Module) -> Watch:
         """What watches the attributes of the layer, or of a copy of it."""

@@ -16,14 +16,7 @@ from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.backward import gradients_of
 from lightning_pipeshift.values.contract import spec_of
 from lightning_pipeshift.values.reads import offer
-from lightning_pipeshift.values.value import (
-    DATA,
-    PLACED,
-    StepParameter,
-    Value,
-    run_by,
-    user_line,
-)
+from lightning_pipeshift.values.value import DATA, PLACED, StepParameter, Value, run_by, user_line
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.microbatch import Microbatch
@@ -220,19 +213,15 @@ def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
     microbatch.backward(*args, **kwargs)
 
 
-def _refused(function: Any, what: str, advice: str) -> Callable[..., Any]:
-    """A function that only the only stage has; on several, it says why it is not supported."""
-
-    def refuse(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
-        if microbatch.mailbox.num_stages == 1:
-            args, kwargs = microbatch.plain((args, kwargs))
-            with run_by(None), without_torch_function_of_subclasses():
-                return function(*args, **kwargs)
-        raise LayerError(
-            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
-        )
-
-    return refuse
+def _set_memory(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
+    if microbatch.mailbox.num_stages == 1:
+        args, kwargs = microbatch.plain((args, kwargs))
+        with run_by(None), without_torch_function_of_subclasses():
+            return Tensor.set_(*args, **kwargs)
+    raise LayerError(
+        f"`set_` ({user_line()}) is not supported on a tensor that one stage owns: write in place"
+        " instead (`with torch.no_grad(): x.copy_(y)`)."
+    )
 
 
 def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
@@ -274,9 +263,6 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
 
 
 _GRAD: Any = Tensor.grad
-_REFUSED: Any = (
-    (Tensor.set_, "`set_`", "write in place instead (`with torch.no_grad(): x.copy_(y)`)."),
-)
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _backward,
@@ -291,6 +277,6 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_gradient,
     torch.autograd.grad: _gradients,
-    **{function: _refused(function, what, advice) for function, what, advice in _REFUSED},
+    Tensor.set_: _set_memory,
 }
 """By the function: ``(microbatch, its arguments) -> its result``."""

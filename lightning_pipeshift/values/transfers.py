@@ -10,26 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    copied_call,
-    given,
-)
+from lightning_pipeshift.values.arguments import Arguments, copied_call, given
 from lightning_pipeshift.values.functions import NUMBERS
 from lightning_pipeshift.values.gradients import (
-    Graph,
     Way,
     gradient_from_later,
     gradient_to_all,
     gradient_to_earlier,
 )
-from lightning_pipeshift.values.links import Links
+from lightning_pipeshift.values.graphs import Graph, Graphs
 from lightning_pipeshift.values.program import NotedProgram
 from lightning_pipeshift.values.reads import key_of, read_here
 from lightning_pipeshift.values.saves import Saves
@@ -55,7 +48,7 @@ class Transfers(NotedProgram):
         self.accounts: dict[Tensor, Account] = {}
         self._num_values = 0
         self.is_alone = core.mailbox.num_stages == 1
-        self._living: list[weakref.ref[Value]] = []
+        self._living: list[weakref.ref[Tensor]] = []
         """On the only stage, all values."""
         self._named: list[weakref.ref[Account]] = []
         """Those of all values."""
@@ -63,7 +56,7 @@ class Transfers(NotedProgram):
         """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._shared: list[tuple[Memory, str]] = []
         """The memory that `x.data = y` has given to parameters, and the user's lines."""
-        self.links = Links((run_number, turn), core.device)
+        self.graphs = Graphs((run_number, turn), core.device)
 
     def release(self) -> None:
         """Lets go of all tensors. On the only stage, values that other code still has become their
@@ -76,12 +69,13 @@ class Transfers(NotedProgram):
         self._named.clear()
         with without_torch_function_of_subclasses(), torch.enable_grad():
             for value in living:
+                assert isinstance(value, Value)
                 tensor = value.account.tensor
                 assert tensor is not None
                 # What autograd has saved cannot be swapped, but what shares its memory can.
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
-        self.links.release()
+        self.graphs.release()
         self._require_unshared()
         self.accounts.clear()
 
@@ -107,8 +101,8 @@ class Transfers(NotedProgram):
 
     @property
     def gradients_to_later(self) -> tuple[int, int, str] | None:
-        """See :attr:`Links.to_later`."""
-        return self.links.to_later
+        """See :attr:`Graphs.to_later`."""
+        return self.graphs.to_later
 
     def graph_of(self, loss: Any) -> Graph | None:
         """Returns the graph of a loss; ``None`` if no gradient connects it with a value."""
@@ -133,7 +127,7 @@ class Transfers(NotedProgram):
             graphs: the graphs.
             is_kept: whether another one may follow.
         """
-        self.links.to_later = None
+        self.graphs.to_later = None
         self._num_backwards += 1
         if not is_kept:
             for graph in graphs:
@@ -150,7 +144,7 @@ class Transfers(NotedProgram):
     def _renew_parameters(self, parameters: Iterable[Tensor], of_open_graphs: bool) -> None:
         for tensor in parameters:
             account = self.accounts[tensor]
-            is_open = account.graph is not None and not self.links.is_used(account)
+            is_open = account.graph is not None and not self.graphs.is_used(account)
             if is_open and not of_open_graphs:
                 continue
             account.refresh()
@@ -200,7 +194,7 @@ class Transfers(NotedProgram):
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
             self._require_as_sent(account, label)
-        if with_gradient and account.requires_grad and not self.links.is_used(account):
+        if with_gradient and account.requires_grad and not self.graphs.is_used(account):
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
@@ -249,13 +243,13 @@ class Transfers(NotedProgram):
         account.memory.has_returned |= stage == account.owner
         serial = self._key(stage, Kind.GRADIENT).serial
         if account.graph is None:
-            account.graph = self.links.new_graph()
+            account.graph = self.graphs.new_graph()
         graph = account.graph.whole
-        self.links.begin(graph, stage, last, label)
+        self.graphs.begin(graph, stage, last, label)
         if self.stage not in (last, stage):
             return
         way = Way(self, stage, serial, self.place(label), last)
-        token = self.links.token_of(graph)
+        token = self.graphs.token_of(graph)
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
@@ -278,9 +272,9 @@ class Transfers(NotedProgram):
         """
         key, place = self._key(stage, Kind.GRADIENT), self.place(label)
         others = [at for at in range(self.mailbox.num_stages) if at != stage]
-        graph = self.links.entered = self.links.entered or self.links.new_graph()
-        self.links.begin(graph, stage, max(others), label)
-        token, link = self.links.token_of(graph), None
+        graph = self.graphs.entered = self.graphs.entered or self.graphs.new_graph()
+        self.graphs.begin(graph, stage, max(others), label)
+        token, link = self.graphs.token_of(graph), None
         with without_torch_function_of_subclasses():
             if self.stage == stage:
                 ways = [Way(self, stage, key.serial, place, to) for to in others]
@@ -303,9 +297,12 @@ class Transfers(NotedProgram):
     def new_value(self, spec: Spec, account: Account) -> Value:
         """The value of an account."""
         value = Value(spec, self.core.device, account)
+        self._note_living(value)
+        return value
+
+    def _note_living(self, value: Tensor) -> None:
         if self.is_alone:
             self._living.append(weakref.ref(value))
-        return value
 
     def _name(self, account: Account) -> None:
         self._num_values += 1
