@@ -218,9 +218,12 @@ class Calls(Transfers):
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
-        draws_on_host = contract is None or contract.draws_on_host
-        with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
+        if contract is not None and not contract.draws:
             result = call.function(others, args, kwargs)
+        else:
+            draws_on_host = contract is None or contract.draws_on_host
+            with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
+                result = call.function(others, args, kwargs)
         now = versions_in(tensors)
         written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
@@ -374,8 +377,8 @@ class Calls(Transfers):
         """
         told, new = ran or (None, ())
         result, changes, specs, written = self.tell(told, call.stage, call.label)
-        new = new or [None] * len(specs)
-        return self._values(call, here, new, result, changes, specs, written)
+        made: Sequence[Tensor | None] = new or [None] * len(specs)
+        return self._values(call, here, made, result, changes, specs, written)
 
     def make_value(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of a stage, for ``x.data = y``.

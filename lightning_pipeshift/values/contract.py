@@ -12,6 +12,7 @@ runs the call tells the others afterwards.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,6 +64,12 @@ _NORMS = (
     torch.ops.aten.miopen_batch_norm.default,
 )
 _STATISTICS, _IS_TRAINING = slice(3, 5), 5
+_IN_C = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
 # The two runs with assumed sizes: results that differ depend on values.
 _ASSUMED_SIZES = (1, 3)
 
@@ -77,6 +84,8 @@ class Contract:
         changes: what it changes in the containers and objects among its arguments.
         used: the numbers of the argument tensors whose values it uses.
         written: the numbers of those that it writes to, and whether each needs a gradient then.
+        draws: whether it may draw random numbers. Of a layer: that its run on fake tensors drew
+            none does not say that it draws none on others.
         draws_on_host: whether it draws from NumPy or ``random``.
         is_bare: of a layer: whether the result is what the layer returns, and nothing around it.
     """
@@ -86,6 +95,7 @@ class Contract:
     changes: dict[int, State]
     used: frozenset[int]
     written: dict[int, bool]
+    draws: bool
     draws_on_host: bool
     is_bare: bool = False
 
@@ -178,7 +188,8 @@ class ContractFinder:
         same = first.specs == second.specs and first.result == second.result
         if not same or first.changes != second.changes or first.written != second.written:
             return None
-        return first if second.used <= first.used else None
+        # Other values may lead to other draws.
+        return replace(first, draws=True) if second.used <= first.used else None
 
     def _run(
         self, function: Callable[..., Any], args: Any, kwargs: Any, assumed_size: int | None
@@ -233,6 +244,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
+            draws=watch.draws or not _is_torchs(function),
             draws_on_host=draws_on_host,
         )
 
@@ -246,6 +258,12 @@ class ContractFinder:
         root = torch.empty((), requires_grad=True)
         rooted: Tensor = _Rooted.apply(root, [new])  # type: ignore[no-untyped-call]
         return rooted
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is torch's own, in Python or in C: it draws on all tensors, or on none."""
+    is_in_c = isinstance(function, _IN_C)
+    return is_in_c or (getattr(function, "__module__", None) or "").startswith("torch.")
 
 
 def _gives_numbers(contract: Contract) -> bool:
@@ -371,9 +389,11 @@ class _Watch(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
         self.written: set[int] = set()
+        self.draws = False
         self._assumed_size = assumed_size
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if kwargs.get("generator") is not None:
             # One of the layer's own keeps its state.
             kwargs = {**kwargs, "generator": None}

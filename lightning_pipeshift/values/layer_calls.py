@@ -94,11 +94,13 @@ def call_layer(
     if is_bare and (contract is None or not contract.is_bare):
         is_bare, all_args = False, ((), *args)
     stream = program.next_stream("a layer")
-    at_owner = _Run(
-        program, layer, contract, is_bare, is_new, hooked, state, watch, flags, hooks, stream
-    )
-    if core.awaits and stage == program.stage:
-        core.before_layer(layer.number)
+    run: Callable[..., Any] = _runs_elsewhere
+    if stage == program.stage:
+        run = _Run(
+            program, layer, contract, is_bare, is_new, hooked, state, watch, flags, hooks, stream
+        ).run
+        if core.awaits:
+            core.before_layer(layer.number)
     accounts = program.accounts
     for buffer in layer.buffers if accounts else ():
         if buffer in accounts:
@@ -108,7 +110,7 @@ def call_layer(
     parameters = layer.parameters if accounts else layer.foreign(stage, owners)
     result = program.call(
         Call(
-            at_owner.run,
+            run,
             all_args,
             kwargs,
             arguments,
@@ -161,6 +163,11 @@ def _found_contract(
     forward = with_state(fake, forward, state, layer.watch_of(fake), changed)
     forward = partial(leaving_flags, forward, flagged_in(fake), flags)
     return core.finder.find(forward, args, kwargs, is_layer=True), changed
+
+
+def _runs_elsewhere(*_: object) -> None:
+    """Stands for the run of a layer of another stage: never called."""
+    raise AssertionError
 
 
 class _Run(NamedTuple):

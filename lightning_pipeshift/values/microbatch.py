@@ -83,7 +83,7 @@ class Microbatch(Calls):
             return self._read_by(function, args, kwargs)
         core = self.core
         arguments = Arguments(given(args, kwargs), described, function in _SHAPED_BY_FLOATS)
-        self.place_parameters([x for x in arguments.tensors if type(x) in PLACED])
+        self.place_parameters(arguments.tensors)
         modes = modes_of(core)
         key = function, modes, arguments.key
         known = core.known.contracts.get(key)
@@ -125,7 +125,7 @@ class Microbatch(Calls):
         """Places parameters outside of layers where an operation uses them first.
 
         Args:
-            placed: the values and the parameters of the operation.
+            placed: the tensors of the operation.
         """
         parameters = [x for x in placed if type(x) is StepParameter]
         if parameters:
