@@ -13,7 +13,6 @@ from lightning_pipeshift.compat.torch_private import (
     BackwardHook,
     preserved_version_counters,
     storage_key_of,
-    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
@@ -21,7 +20,7 @@ from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.calls import CallWatch
-from lightning_pipeshift.values.contract import ContractFinder
+from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.interception import data_intercepted, functions_intercepted
 from lightning_pipeshift.values.known_calls import KnownCalls
 from lightning_pipeshift.values.layer_state import Attribute, shared_buffers
@@ -80,11 +79,13 @@ class Core:
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
-        self._layers_with: dict[Tensor, list[int]] = {}
+        self.layers_with: dict[Tensor, list[int]] = {}
+        """The numbers of the layers that have a parameter or a buffer."""
         for number in range(len(self.layers)):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
-                self._layers_with.setdefault(tensor, []).append(number)
-        self._awaited: dict[int, dict[Callable[[int], object], None]] = {}
+                self.layers_with.setdefault(tensor, []).append(number)
+        self.awaited: dict[int, dict[Callable[[int], object], None]] = {}
+        """What the next use of a layer awaits, by its number: see :meth:`await_before`."""
         self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
@@ -102,8 +103,8 @@ class Core:
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
-        self._classes: dict[Tensor, type] = {}
-        """Their own."""
+        self.own_classes: dict[Tensor, type] = {}
+        """The classes that parameters and buffers have elsewhere."""
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -179,23 +180,13 @@ class Core:
                 tensors, but not call layers; what of torch's modes the step has set is in force.
                 What it raises ends the step. Given twice, it is called once.
         """
-        self._awaited.setdefault(number, {})[wait] = None
-
-    @property
-    def awaits(self) -> bool:
-        """Whether the use of any layer has to wait."""
-        return bool(self._awaited)
+        self.awaited.setdefault(number, {})[wait] = None
 
     def before_layer(self, number: int) -> None:
         """Called before a layer is used at this stage: see :meth:`await_before`."""
         with run_by(None), without_torch_function_of_subclasses():
-            for wait in self._awaited.pop(number, ()):
+            for wait in self.awaited.pop(number, ()):
                 wait(number)
-
-    def before_parameter(self, tensor: Tensor) -> None:
-        """Called before a parameter or a buffer is used as a value at this stage."""
-        for number in self._layers_with.get(tensor, ()):
-            self.before_layer(number)
 
     def shared_state(self) -> list[Tensor]:
         """The buffers that several layers have, or that a stage has written to which does not own
@@ -242,7 +233,7 @@ class Core:
             return
         self._place_layers()
         placed = {*self.module.parameters(), *self.parameter_owners}
-        self._classes = classes = {tensor: type(tensor) for tensor in placed}
+        self.own_classes = classes = {tensor: type(tensor) for tensor in placed}
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
@@ -254,20 +245,6 @@ class Core:
         finally:
             self.sees_parameters = False
             for tensor, cls in classes.items():
-                tensor.__class__ = cls
-
-    @contextmanager
-    def own_classes(self, layer: PlacedLayer) -> Iterator[None]:
-        """Context of code of a layer that may be compiled: its tensors have their own classes."""
-        own = [x for _, x in layer.parameters] + layer.buffers
-        classes = [(tensor, type(tensor)) for tensor in own]
-        for tensor in own:
-            tensor.__class__ = self._classes.get(tensor, type(tensor))
-        try:
-            with self.unwatched(), with_compiling():
-                yield
-        finally:
-            for tensor, cls in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:

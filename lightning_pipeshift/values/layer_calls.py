@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeshift.compat.torch_private import (
     BackwardHook,
     has_compiled,
+    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -99,7 +100,7 @@ def call_layer(
         run = _Run(
             program, layer, contract, is_bare, is_new, hooked, state, watch, flags, hooks, stream
         ).run
-        if core.awaits:
+        if core.awaited:
             core.before_layer(layer.number)
     accounts = program.accounts
     for buffer in layer.buffers if accounts else ():
@@ -251,7 +252,7 @@ class _Run(NamedTuple):
         forward = layer.forward
         if self.is_new or has_compiled():
             # The first call may be the first that torch compiles (`torch.cond` does).
-            forward = core.own_classes(layer)(forward)
+            forward = _compiling(core, layer)(forward)
         if self.hooks is not None:
             forward = with_backward_hooks(forward, self.hooks)
         if not self.is_bare:
@@ -280,6 +281,21 @@ class _Run(NamedTuple):
             # Around the state: a layer may replace a buffer that was brought here.
             forward = partial(_called_with, module, forward, others)
         return forward if program.timer is None else program.timer.timed(number, forward)
+
+
+@contextmanager
+def _compiling(core: Core, layer: PlacedLayer) -> Iterator[None]:
+    """Context of code of a layer that may be compiled: its tensors have their own classes."""
+    own = [x for _, x in layer.parameters] + layer.buffers
+    classes = [(tensor, type(tensor)) for tensor in own]
+    for tensor in own:
+        tensor.__class__ = core.own_classes.get(tensor, type(tensor))
+    try:
+        with core.unwatched(), with_compiling():
+            yield
+    finally:
+        for tensor, cls in classes:
+            tensor.__class__ = cls
 
 
 @contextmanager

@@ -159,8 +159,9 @@ class Transfers(NotedProgram):
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
-        if self.core.awaits:
-            self.core.before_parameter(tensor)
+        if self.core.awaited:
+            for number in self.core.layers_with.get(tensor, ()):
+                self.core.before_layer(number)
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_pipeshift.values.contract import ContractFinder
+from lightning_pipeshift.values.contract_finder import ContractFinder
 
 
 def test_an_operation_that_fake_tensors_refuse_is_not_reported(
