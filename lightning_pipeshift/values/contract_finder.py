@@ -169,7 +169,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
-            draws=watch.draws or not _is_torchs(function),
+            draws=watch.draws or draws_on_host or not _is_torchs(function),
             draws_on_host=draws_on_host,
         )
 
