@@ -28,7 +28,7 @@ from lightning_pipeshift.runtime.offload import shared_memory
 from lightning_pipeshift.step import suspension
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values import gradients
-from lightning_pipeshift.values.contract import ContractFinder
+from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.microbatch import Microbatch
 from tests.simulated import device, interception, torch_streams
 from tests.simulated.device import SimulatedDevice

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.errors import CheckpointError, some_of
 from lightning_pipeshift.files import is_plain_name, parse_json, read_bytes
-from lightning_pipeshift.model.parameters.deferred_init import current_record, unrecorded
+from lightning_pipeshift.model.parameters.recorded_code import current_record, unrecorded
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

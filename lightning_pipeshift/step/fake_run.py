@@ -39,7 +39,8 @@ from lightning_pipeshift.model.user_state.preserve import ObjectState, preserved
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.arguments import Arguments
-from lightning_pipeshift.values.contract import Contract, ContractFinder
+from lightning_pipeshift.values.contract import Contract
+from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import StepParameter, Value, run_by

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key
-from lightning_pipeshift.values.gradients import Graph
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.graphs import Graph
 
 
 class Memory:
@@ -69,12 +72,12 @@ class Account:
         graph: what its gradient is a part of; ``None`` for a leaf that nothing has used so far.
         name: the run, the microbatch and the number of the value in it; ``None``: a parameter.
         sent_at: at the owner: how often the tensor had been written to when it was sent first.
+        version: how often the memory had been written to when the bytes were computed.
         seen: here, what another stage has sent for a read; it may be of a write before.
     """
 
     __slots__ = (
         "__weakref__",
-        "_num_writes",
         "graph",
         "has_left",
         "holders",
@@ -87,6 +90,7 @@ class Account:
         "seen",
         "sent_at",
         "tensor",
+        "version",
     )
 
     def __init__(
@@ -108,17 +112,12 @@ class Account:
         self.last = owner
         self.has_left = False
         self.sent_at: int | None = None
-        self._num_writes = self.memory.num_writes
+        self.version = self.memory.num_writes
 
     def renumber(self, numbers: Sequence[int]) -> None:
         """See :meth:`Core.renumber`."""
         self.owner, self.last = numbers[self.owner], numbers[self.last]
         self.holders = {numbers[stage] for stage in self.holders}
-
-    @property
-    def version(self) -> int:
-        """How often the memory had been written to when the bytes were computed."""
-        return self._num_writes
 
     def refresh(self) -> None:
         """Forgets the copies at other stages if the memory was written to, through a view perhaps.
@@ -126,7 +125,7 @@ class Account:
         Raises:
             LayerError: another stage wrote to its copy of this memory, so the owner's is old.
         """
-        if self._num_writes == self.memory.num_writes:
+        if self.version == self.memory.num_writes:
             return
         if self.memory.writer != self.owner:
             raise LayerError(

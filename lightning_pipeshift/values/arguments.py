@@ -230,6 +230,17 @@ def copied(x: Any, of_tensor: Callable[[Tensor], Any], memo: dict[int, Any]) -> 
     return memo[id(x)]
 
 
+def copied_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of_tensor: Callable[[Tensor], Any],
+    memo: dict[int, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A copy of a call's positional and keyword arguments: see :func:`copied`."""
+    new_args, *items = copied(given(args, kwargs), of_tensor, memo)
+    return new_args, dict(items)
+
+
 class Argument(NamedTuple):
     """In an encoded result: the call's tensor of this number."""
 
@@ -342,7 +353,7 @@ def _same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(a is b or (isinstance(a, str | int) and a == b) or a == b)
+    return bool(a is b or a == b)
 
 
 def applied(

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import (
     base_of,
     has_hooks,
-    num_other_uses,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.values.account import Account, Memory
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    Outcome,
-    State,
-    applied,
-    copied,
-    given,
-)
+from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
 from lightning_pipeshift.values.contract import (
     Contract,
     kept_simply,
@@ -33,19 +24,27 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
-from lightning_pipeshift.values.gradients import Graph
-from lightning_pipeshift.values.program import require_here
+from lightning_pipeshift.values.graphs import Graph
+from lightning_pipeshift.values.reads import copy_offers, offer
 from lightning_pipeshift.values.transfers import Transfers
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
     StepBuffer,
-    StepParameter,
     Value,
     run_by,
     user_line,
     versions_in,
 )
+from lightning_pipeshift.values.writes import (
+    is_own,
+    require_no_parameter,
+    require_own,
+    require_writable,
+)
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.core import Core
 
 _NOTHING = Outcome((), ())
 
@@ -100,18 +99,41 @@ class CallWatch(Protocol):
         """
 
 
+def described(tensor: Tensor) -> Any:
+    """What of a tensor the shapes of a call's results may depend on."""
+    if type(tensor) is Value:
+        return tensor.geometry, tensor.account.requires_grad
+    with without_torch_function_of_subclasses():
+        return (tensor.shape, tensor.stride(), tensor.dtype), tensor.requires_grad
+
+
+def modes_of(core: Core) -> tuple[bool, torch.dtype | None]:
+    """What of torch's modes a call's result may depend on: whether gradients are computed, and the
+    type that autocast computes in.
+    """
+    kind, is_cast = core.device_kind, torch.is_autocast_enabled(core.device_kind)
+    return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if is_cast else None
+
+
 class Calls(Transfers):
     """A program whose calls run at one stage each."""
 
-    def _call(self, call: Call) -> Any:
+    def call(self, call: Call) -> Any:
+        """Runs a call at its stage; returns its result, with values. Every stage calls this."""
+        result = self._called_at_stage(call)
+        if self.core.calls is not None:
+            self.core.calls.called(self, call, result)
+        return result
+
+    def _called_at_stage(self, call: Call) -> Any:
         contract, arguments, stage = call.contract, call.arguments, call.stage
         with_gradient = torch.is_grad_enabled() and (contract is None or contract.needs_gradient)
         for at, needs in contract.written.items() if contract is not None else ():
             target = arguments.tensors[at]
             if type(target) not in PLACED:
-                self._require_own(target, call.label, needs)
+                require_own(self.core, target, call.label, needs)
                 self._adopt(target, stage)
-        self.entered = None
+        self.graphs.entered = None
         here: dict[int, Tensor] = {}
         for at, tensor in enumerate(arguments.tensors):
             if contract is not None and at not in contract.used:
@@ -126,7 +148,7 @@ class Calls(Transfers):
                     self._note_common(tensor)
             if type(tensor) in PLACED:
                 if contract is not None and at in contract.written:
-                    self._require_writable(call, at, with_gradient)
+                    require_writable(self, call, at, with_gradient)
                 plain = self.bring(tensor, stage, with_gradient, call.label)
                 if plain is not None:
                     here[at] = plain
@@ -150,7 +172,7 @@ class Calls(Transfers):
             self.mailbox.flush()
             for at in range(len(arguments.tensors)) if contract is None else contract.written:
                 if type(arguments.tensors[at]) in PLACED:
-                    self.copy_offers(arguments.tensors[at])
+                    copy_offers(self.mailbox, self.account_of(arguments.tensors[at]).memory)
         tensors = [here.get(at, x) for at, x in enumerate(arguments.tensors)]
         with without_torch_function_of_subclasses():
             with run_by(None):
@@ -166,7 +188,7 @@ class Calls(Transfers):
             needs_gradient = {at: tensors[at].requires_grad for at in written}
             for at in written:
                 if at not in here:
-                    self._require_own(tensors[at], call.label, needs_gradient[at])
+                    require_own(self.core, tensors[at], call.label, needs_gradient[at])
             told = after.result, after.changes_from(before), specs, needs_gradient
             return self._told(call, here, (told, after.new))
 
@@ -192,27 +214,29 @@ class Calls(Transfers):
                 name: plain(x) if isinstance(x, Tensor) else x for name, x in call.kwargs.items()
             }
         else:
-            args, *items = copied(given(call.args, call.kwargs), plain, memo)
-            kwargs = dict(items)
+            args, kwargs = copied_call(call.args, call.kwargs, plain, memo)
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
-        draws_on_host = contract is None or contract.draws_on_host
-        with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
+        if contract is not None and not contract.draws:
             result = call.function(others, args, kwargs)
+        else:
+            draws_on_host = contract is None or contract.draws_on_host
+            with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
+                result = call.function(others, args, kwargs)
         now = versions_in(tensors)
         written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
 
     def _given(self, call: Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
-        """Makes the values of a call's results, notes its writes, and applies its changes."""
+        """The result of a call with a contract: see :meth:`_values`."""
         contract = call.contract
         assert contract is not None
         if contract.gives_one:
             return self._made(call, contract.specs[0], new[0], [])
         written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
         return self._values(
-            call, here, contract.specs, new, contract.result, contract.changes, written
+            call, here, new, contract.result, contract.changes, contract.specs, written
         )
 
     def _made(
@@ -239,70 +263,104 @@ class Calls(Transfers):
             memory = self.account_of(shared).memory if type(shared) in PLACED else None
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
         if spec.requires_grad:
-            account.graph = self.joined(call) if graph is None else graph
+            account.graph = self._joined(call) if graph is None else graph
         if tensor is not None:
             # A layer may return a buffer, and write to it later.
-            self.offer(account, call.layer is not None and bool(self.core.buffers[call.layer]))
+            is_buffer = call.layer is not None and bool(self.core.buffers[call.layer])
+            offer(self.mailbox, account, is_buffer)
         return self.new_value(spec, account)
+
+    def _joined(self, call: Call) -> Graph | None:
+        return None if self.is_alone else self.graphs.joined(call, self.accounts)
 
     def _values(
         self,
         call: Call,
         here: dict[int, Tensor],
-        specs: Sequence[Spec],
         new: Sequence[Tensor | None],
         result: Any,
         changes: dict[int, State],
+        specs: Sequence[Spec],
         written: dict[int, bool],
     ) -> Any:
+        """Makes the values of a call's results, notes its writes, and applies its changes.
+
+        Args:
+            call: the call.
+            here: at its stage, the plain tensors of the values among its arguments.
+            new: at its stage, the tensors that it has made.
+            result: what it has returned, encoded.
+            changes: in the containers and objects among its arguments.
+            specs: of the tensors that it has made.
+            written: the numbers of those that it has written to, and whether each needs a gradient.
+        """
         values: list[Value] = []
         has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
-        graph = self.joined(call) if has_gradient else None
+        graph = self._joined(call) if has_gradient else None
         for spec, tensor in zip(specs, new, strict=True):
             values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():
-            target = call.arguments.tensors[at]
-            if type(target) not in PLACED:
-                self._adopt(target, call.stage)
-            account = self.account_of(target)
-            sharing = account.memory.write(call.stage)
-            begins = needs_gradient and not account.requires_grad
-            if begins and any(x is not account and not x.requires_grad for x in sharing):
-                # A view's base would need one from here on, and not a tensor that is detached.
-                raise LayerError(
-                    f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
-                    " several tensors share, and that needed none so far. Write into the whole"
-                    " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
-                    " that returns a new one (`torch.cat`, `torch.where`)."
-                )
-            account.requires_grad = account.requires_grad or needs_gradient
-            if needs_gradient and graph is not None:
-                for each in (account, *(x for x in sharing if x.requires_grad)):
-                    each.graph = graph if each.graph is None else graph.join(each.graph)
-            kept = here.get(at, account.tensor) if self.stage == call.stage else None
-            # Through a view, too, or through `x.data`.
-            placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
-            if placed:
-                self.writes_placed()
-            if isinstance(target, StepBuffer):
-                self.core.move_buffer(target, call.stage, kept)
-                kept = None if kept is None else target
-            account.begin(call.stage, kept)
-            if account.name is not None:
-                self._name(account)
-            for x in placed:
-                self.core.writes_to(x)
-            for other in sharing:
-                if other.owner == call.stage:
-                    other.refresh()
-                    if self.stage == call.stage:
-                        self.offer(other)
-            if isinstance(target, Value):
-                target.has_history = target.has_history or needs_gradient
-                if target.requires_grad != account.requires_grad:
-                    with without_torch_function_of_subclasses():
-                        target.requires_grad_(account.requires_grad)
+            self._note_write(call, at, needs_gradient, here, graph)
         return applied(result, changes, call.arguments, values)
+
+    def _note_write(
+        self,
+        call: Call,
+        at: int,
+        needs_gradient: bool,
+        here: dict[int, Tensor],
+        graph: Graph | None,
+    ) -> None:
+        """Notes that a call has written to a tensor.
+
+        Args:
+            call: the call.
+            at: the number of the tensor.
+            needs_gradient: whether it needs a gradient now.
+            here: see :meth:`_values`.
+            graph: of what needs a gradient.
+        """
+        target = call.arguments.tensors[at]
+        if type(target) not in PLACED:
+            self._adopt(target, call.stage)
+        account = self.account_of(target)
+        sharing = account.memory.write(call.stage)
+        begins = needs_gradient and not account.requires_grad
+        if begins and any(x is not account and not x.requires_grad for x in sharing):
+            # A view's base would need one from here on, and not a tensor that is detached.
+            raise LayerError(
+                f"`{call.label}` ({user_line()}) writes what needs a gradient into memory that"
+                " several tensors share, and that needed none so far. Write into the whole"
+                " tensor (`x[:, :2] = y` in place of `x[:, :2].copy_(y)`), or use an operation"
+                " that returns a new one (`torch.cat`, `torch.where`)."
+            )
+        account.requires_grad = account.requires_grad or needs_gradient
+        if needs_gradient and graph is not None:
+            for each in (account, *(x for x in sharing if x.requires_grad)):
+                each.graph = graph if each.graph is None else graph.join(each.graph)
+        kept = here.get(at, account.tensor) if self.stage == call.stage else None
+        # Through a view, too, or through `x.data`.
+        placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
+        if placed:
+            self.writes_placed()
+        if isinstance(target, StepBuffer):
+            self.core.move_buffer(target, call.stage, kept)
+            kept = None if kept is None else target
+        account.begin(call.stage, kept)
+        if account.name is not None:
+            self._name(account)
+        for x in placed:
+            self.core.writes_to(x)
+        for other in sharing:
+            if other.owner == call.stage:
+                other.refresh()
+                if self.stage == call.stage:
+                    offer(self.mailbox, other)
+        if isinstance(target, Value):
+            target.has_history = target.has_history or needs_gradient
+            if target.requires_grad != account.requires_grad:
+                with without_torch_function_of_subclasses():
+                    target.requires_grad_(account.requires_grad)
 
     def writes_placed(self) -> None:
         """Called where an operation writes to a parameter, or to a buffer of a layer."""
@@ -310,76 +368,17 @@ class Calls(Transfers):
     def _told(
         self, call: Call, here: dict[int, Tensor], ran: tuple[Any, Sequence[Tensor]] | None
     ) -> Any:
-        """Returns the result of a call that depends on values: its stage tells it to the others.
+        """The result of a call that depends on values: its stage tells it to the others.
 
         Args:
             call: the call.
-            here: at its stage, the plain tensors of the values among its arguments.
+            here: see :meth:`_values`.
             ran: at its stage, what to tell, and the tensors that it has made.
         """
         told, new = ran or (None, ())
-        result, changes, specs, written_to = self.tell(told, call.stage, call.label)
-        return self._values(
-            call, here, specs, new or [None] * len(specs), result, changes, written_to
-        )
-
-    def _require_writable(self, call: Call, at: int, with_gradient: bool) -> None:
-        """Raises LayerError if a write would reach a copy only: of a tensor with views, or with a
-        history that stays elsewhere.
-        """
-        assert call.contract is not None
-        target = call.arguments.tensors[at]
-        account = self.account_of(target)
-        stays = isinstance(target, StepParameter) or (isinstance(target, Value) and target.stays)
-        if stays and account.owner != call.stage:
-            raise LayerError(
-                f"`{call.label}` ({user_line()}) writes to parameters or gradients of several"
-                " stages at once, or in a layer of another stage. Write to each by itself"
-                " (`foreach=False`, or `for p in ...: p.mul_(2)`)."
-            )
-        others = [
-            self.account_of(call.arguments.tensors[other])
-            for other in call.contract.used - {at}
-            if type(call.arguments.tensors[other]) in PLACED
-        ]
-        is_away = account.owner != call.stage
-        has_views = len(account.memory.accounts) > 1
-        if (
-            (is_away and any(other.memory is account.memory for other in others))
-            or (is_away and account.requires_grad and not with_gradient)
-            or (not is_away and has_views and (account.has_left or account.memory.has_returned))
-        ):
-            raise LayerError(
-                f"`{call.label}` ({user_line()}) writes in place to a value that other tensors"
-                " share, or whose gradient another stage computes. Use an operation that returns a"
-                " new tensor (`x = x * 2` in place of `x.mul_(2)`)."
-            )
-
-    def _require_own(self, tensor: Tensor, label: str, needs_gradient: bool) -> None:
-        """Raises LayerError if a common tensor, with the tensor that it is a view of, cannot become
-        a value of one stage: others that share its memory would not.
-        """
-        if not _is_own(tensor, needs_gradient):
-            self._require_no_parameter(tensor, label)
-            raise LayerError(
-                f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
-                " stage has, and whose memory other tensors or arrays share, or that needs a"
-                " gradient, or whose class is not `Tensor`. Write into a tensor of its own"
-                " (`x.clone()`), before others share it, write by index (`x[i] = value`), or use an"
-                " operation that returns a new tensor (`torch.where`, `torch.cat`)."
-            )
-
-    def _require_no_parameter(self, tensor: Tensor, label: str) -> None:
-        """Raises LayerError for a tensor that one stage has, or a parameter, between two steps:
-        there they are no values.
-        """
-        require_here(tensor)
-        if isinstance(tensor, nn.Parameter) and not self.core.sees_parameters:
-            raise LayerError(
-                f"`{label}` ({user_line()}) writes a value of a step into a parameter, and runs"
-                " between two steps, where a parameter's bytes are at its own stage only. Do it in"
-                " `training_step` (under `torch.no_grad()`), or in `on_before_optimizer_step`."
-            )
+        result, changes, specs, written = self.tell(told, call.stage, call.label)
+        made: Sequence[Tensor | None] = new or [None] * len(specs)
+        return self._values(call, here, made, result, changes, specs, written)
 
     def make_value(self, tensor: Tensor, stage: int) -> None:
         """Makes a common tensor a value of a stage, for ``x.data = y``.
@@ -387,8 +386,8 @@ class Calls(Transfers):
         Raises:
             LayerError: others that share its memory would not become values.
         """
-        if not _is_own(tensor, False):
-            self._require_no_parameter(tensor, "x.data = y")
+        if not is_own(tensor, False):
+            require_no_parameter(self.core, tensor, "x.data = y")
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
                 " and whose memory other tensors or arrays share, or that needs a gradient, or"
@@ -415,7 +414,7 @@ class Calls(Transfers):
         is_plain = type(tensor) is Tensor and tensor.is_leaf
         if is_plain and tensor.grad is None and not has_hooks(tensor):
             self._adopt(tensor, call.stage)
-        elif not self._is_alone:
+        elif not self.is_alone:
             return self.enter(tensor, call.stage, call.label)
         return None
 
@@ -432,26 +431,16 @@ class Calls(Transfers):
             torch.utils.swap_tensors(tensor, torch.empty(0))
             self._adopt(base, stage)
             view = base.as_strided(shape, stride, offset)
-            if self._is_alone:
+            if self.is_alone:
                 self._living.pop()
             torch.utils.swap_tensors(tensor, view)
-            if self._is_alone:
-                self._living.append(weakref.ref(cast(Value, tensor)))
+            self._note_living(tensor)
             return
         spec = spec_of(tensor)
         account = self.new_account(stage, spec.requires_grad, None, Memory())
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.
-        if self._is_alone:
-            self._living.append(weakref.ref(cast(Value, tensor)))
+        self._note_living(tensor)
         if self.stage == stage:
             self.account_of(tensor).begin(stage, value)
-
-
-def _is_own(tensor: Tensor, needs_gradient: bool) -> bool:
-    """Whether a common tensor, with the tensor that it is a view of, has its memory for itself."""
-    base = base_of(tensor)
-    is_view = base is not None and type(base) is Tensor and not needs_gradient
-    is_shared = num_other_uses(tensor) > is_view
-    return type(tensor) is Tensor and not is_shared and not tensor.requires_grad

@@ -2,68 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pipeshift.compat.torch_private import (
-    COMPILED_CALL,
     BackwardHook,
-    apply_function,
-    backward_hooks_by,
-    checkpointing_by,
-    hook_tables,
-    plain_call,
     preserved_version_counters,
-    set_hook_tables,
     storage_key_of,
-    with_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import generators_of
-from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.calls import CallWatch
-from lightning_pipeshift.values.contract import Contract, ContractFinder
-from lightning_pipeshift.values.layer_contracts import (
-    NoBackwardHook,
-    fake_copy,
-    flagged_in,
-    flags_of,
-    is_heard,
-    kind_of,
-    set_flags,
-)
-from lightning_pipeshift.values.layer_state import (
-    Attribute,
-    Watch,
-    replaced_parameters,
-    shared_buffers,
-)
-from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.contract_finder import ContractFinder
+from lightning_pipeshift.values.interception import data_intercepted, functions_intercepted
+from lightning_pipeshift.values.known_calls import KnownCalls
+from lightning_pipeshift.values.layer_state import Attribute, shared_buffers
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.placed_layer import PlacedLayer
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import (
-    PLACED,
-    SeenData,
-    StepBuffer,
-    StepParameter,
-    run_by,
-    running,
-)
+from lightning_pipeshift.values.value import StepBuffer, StepParameter, run_by
 
-# How many contracts, kinds and fake copies of layers are kept: a layer that counts its calls has
-# a contract for each, and a setting that changes in each step makes a kind each.
-_MOST_CONTRACTS, _MOST_KINDS = 4096, 64
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
 
@@ -95,45 +60,32 @@ class Core:
         self.mailbox, self.stage, self.device, self.seed = mailbox, mailbox.stage, device, seed
         self.device_kind, self.generators = device.type, generators_of(device)
         self.finder = ContractFinder(device)
-        self.contracts: dict[Any, tuple[Contract | None, str, int]] = {}
-        """By a call's key: its contract, its name, and a digest of what else has to be the same on
-        all ranks."""
         self.number = {layer: at for at, layer in enumerate(self.layers)}
         names = {each: name for name, each in module.named_modules()}
         self.names = [names[layer] for layer in self.layers]
-        self._own = [layer.__dict__.get("forward") for layer in self.layers]
-        self.forwards: list[Callable[..., Any]] = [layer.forward for layer in self.layers]
-        self._replaced: list[tuple[str, Any]] = [("forward", own) for own in self._own]
-        # What layers of one kind have in common has a number, which is faster to compare.
-        self._kinds: dict[Any, int] = {}
-        self._num_kinds = 0
-        self._kind_numbers = [0] * len(self.layers)
-        self._fakes: dict[int, nn.Module | None] = {}
-        self.parameters = [list(layer.named_parameters()) for layer in self.layers]
-        self.buffers = [list(layer.buffers()) for layer in self.layers]
-        self.modules = [list(layer.named_modules()) for layer in self.layers]
-        self.flagged = list(map(flagged_in, self.layers))
-        self._foreign: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
-        self.states: list[list[Attribute]] = [[] for _ in self.layers]
-        """The attributes that each layer changes when it is called, as far as they are known."""
-        self.replaced: list[tuple[Attribute, ...]] = [()] * len(self.layers)
-        """Where other tensors are in the places of each layer's parameters now."""
-        self._families = [
-            tuple((name, type(module)) for name, module in modules) for modules in self.modules
+        self.placed_layers = [
+            PlacedLayer(layer, at, name)
+            for at, (layer, name) in enumerate(zip(self.layers, self.names, strict=True))
         ]
-        self._shared = shared_buffers(self.layers)
-        self._watches: list[Watch | None] = [None] * len(self.layers)
+        for placed, shared in zip(self.placed_layers, shared_buffers(self.layers), strict=True):
+            placed.shared = shared
+        self.known = KnownCalls(self.placed_layers)
+        self.parameters = [layer.parameters for layer in self.placed_layers]
+        self.buffers = [layer.buffers for layer in self.placed_layers]
+        self.modules = [layer.modules for layer in self.placed_layers]
         self.switched: dict[Tensor, bool] = {}
         """The parameters that steps of this run have frozen or thawed, and whether they were
         trained before."""
         self.parameter_owners: dict[Tensor, int] = {}
         """The stages that hold the parameters, and the buffers of layers; a parameter outside of
         layers gets its stage at its first use."""
-        self._layers_with: dict[Tensor, list[int]] = {}
+        self.layers_with: dict[Tensor, list[int]] = {}
+        """The numbers of the layers that have a parameter or a buffer."""
         for number in range(len(self.layers)):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
-                self._layers_with.setdefault(tensor, []).append(number)
-        self._awaited: dict[int, dict[Callable[[int], object], None]] = {}
+                self.layers_with.setdefault(tensor, []).append(number)
+        self.awaited: dict[int, dict[Callable[[int], object], None]] = {}
+        """What the next use of a layer awaits, by its number: see :meth:`await_before`."""
         self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
@@ -151,8 +103,8 @@ class Core:
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
-        self._classes: dict[Tensor, type] = {}
-        """Their own."""
+        self.own_classes: dict[Tensor, type] = {}
+        """The classes that parameters and buffers have elsewhere."""
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -177,18 +129,16 @@ class Core:
 
     def learn_from(self, other: Core) -> None:
         """Takes what another core of the same layers, in any order, knows of calls."""
-        self.contracts, self._fakes = other.contracts, other._fakes
-        self._kinds, self._num_kinds = other._kinds, other._num_kinds
+        self.known.learn_from(other.known)
         self.finder.fake_mode = other.finder.fake_mode
-        for layer, state in zip(other.layers, other.states, strict=True):
-            self.add_state(self.number[layer], set(state))
 
     def place(self, owners: Owners) -> None:
         """Changes the owners of layers. Every stage calls this between two runs, when the tensors
         of these layers are where the new owners are.
         """
         self.owners = owners
-        self._foreign.clear()
+        for layer in self.placed_layers:
+            layer.forget_owners()
         # Of layers that share a tensor, the first one's stage owns it.
         for number in reversed(range(len(self.layers))):
             for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
@@ -230,23 +180,13 @@ class Core:
                 tensors, but not call layers; what of torch's modes the step has set is in force.
                 What it raises ends the step. Given twice, it is called once.
         """
-        self._awaited.setdefault(number, {})[wait] = None
-
-    @property
-    def awaits(self) -> bool:
-        """Whether the use of any layer has to wait."""
-        return bool(self._awaited)
+        self.awaited.setdefault(number, {})[wait] = None
 
     def before_layer(self, number: int) -> None:
         """Called before a layer is used at this stage: see :meth:`await_before`."""
         with run_by(None), without_torch_function_of_subclasses():
-            for wait in self._awaited.pop(number, ()):
+            for wait in self.awaited.pop(number, ()):
                 wait(number)
-
-    def before_parameter(self, tensor: Tensor) -> None:
-        """Called before a parameter or a buffer is used as a value at this stage."""
-        for number in self._layers_with.get(tensor, ()):
-            self.before_layer(number)
 
     def shared_state(self) -> list[Tensor]:
         """The buffers that several layers have, or that a stage has written to which does not own
@@ -258,161 +198,32 @@ class Core:
             for at, x in ((at, x) for at, own in homes for x in own)
             if self.parameter_owners[x] != self.owners(at, 0)
         ]
-        shared = [x for own in self._shared for x in own.values() if x in self.parameter_owners]
+        shared = [x for layer in self.placed_layers for x in layer.shared.values()]
         return list(dict.fromkeys([*shared, *away]))
-
-    def kind_of(self, number: int) -> tuple[int, Watch]:
-        """The number of a layer's kind, found again if its settings have changed, and what watches
-        its attributes.
-        """
-        watch, layer, state = self._watches[number], self.layers[number], self.states[number]
-        if watch is None or watch.look() or watch.are_parameters_replaced():
-            if watch is None:
-                watch = self._watches[number] = self.watch(number, layer)
-            if self.add_state(number, watch.values):
-                return self.kind_of(number)
-            self.find_flagged(number)
-            self.replaced[number] = tuple(replaced_parameters(layer))
-            kind = self.replaced[number], kind_of(layer, self._own[number], state)
-            if kind not in self._kinds:
-                self._num_kinds += 1
-                _put(self._kinds, kind, self._num_kinds, _MOST_KINDS)
-            self._kind_numbers[number] = self._kinds[kind]
-        return self._kind_numbers[number], watch
 
     @property
     def kinds(self) -> list[int]:
         """The number of each layer's kind, when it was called last."""
-        return list(self._kind_numbers)
+        return [layer.kind for layer in self.placed_layers]
 
-    def find_flagged(self, number: int) -> bool:
-        """Finds a layer's modules and parameters again; returns whether they are others now."""
-        before, now = self.flagged[number], flagged_in(self.layers[number])
-        self.flagged[number] = now
-        return [list(map(id, each)) for each in before] != [list(map(id, each)) for each in now]
-
-    def watch(self, number: int, layer: nn.Module) -> Watch:
-        """What watches the attributes of a layer, or of a copy of it."""
-        return Watch(layer, self.states[number], self._shared[number])
-
-    def fake_of(self, number: int) -> nn.Module | None:
-        """A fake copy of a layer, or of one of its kind; ``None`` if there can be none."""
-        kind, layer = self._kind_numbers[number], self.layers[number]
-        if kind not in self._fakes:
-            forward, state = self._own[number], self.states[number]
-            fake = fake_copy(layer, forward, self.finder.fake_mode, self.device, state)
-            _put(self._fakes, kind, fake, _MOST_KINDS)
-        fake = self._fakes[kind]
-        if fake is not None:
-            with without_torch_function_of_subclasses():
-                set_flags(flagged_in(fake), flags_of(self.flagged[number]))
-        return fake
-
-    def add_state(self, number: int, changed: set[Attribute]) -> bool:
-        """Adds to the state of a layer and of those with the same modules; returns whether there
-        was anything new.
-        """
-        new = changed.difference(self.states[number])
-        if not new:
-            return False
-        buffers = {id(self._shared[number].get(attribute)) for attribute in new}
-        for at, family in enumerate(self._families):
-            more = {name for name, x in self._shared[at].items() if id(x) in buffers}
-            if family == self._families[number]:
-                more |= new
-            if more - set(self.states[at]):
-                self.states[at] = sorted(more.union(self.states[at]))
-                self._watches[at] = None
-        return True
-
-    def keep(
-        self, key: Any, contract: Contract | None, name: str, what: object
-    ) -> tuple[Contract | None, str, int]:
-        """Keeps a contract for other calls.
-
-        Args:
-            key: of these calls.
-            contract: theirs.
-            name: theirs.
-            what: what has to be the same on all ranks; it follows from the key.
-        """
-        known = contract, name, zlib.crc32(repr((name, what)).encode())
-        _put(self.contracts, key, known, _MOST_CONTRACTS)
-        return known
-
-    def hooked(self, number: int) -> tuple[str, ...]:
-        """The names of the modules inside of a layer with hooks that look at what they get or
-        return.
-        """
-        return tuple([name for name, module in self.modules[number] if name and is_heard(module)])
-
-    def foreign(self, number: int, stage: int) -> list[tuple[str, Tensor]]:
-        """The parameters of a layer, by name, that another stage owns than that which runs it."""
-        found = self._foreign.get((number, stage))
-        if found is None:
-            owners, named = self.parameter_owners, self.parameters[number]
-            found = self._foreign[number, stage] = [
-                each for each in named if owners[each[1]] != stage
-            ]
-        return found
+    @property
+    def states(self) -> list[list[Attribute]]:
+        """The attributes that each layer changes when it is called, as far as they are known."""
+        return [layer.state for layer in self.placed_layers]
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """Context in which layers run at their owners. Outside of it the module is as it was."""
-        self._place_forwards()
-        # Of the base class, unless another core of this process is in such a context.
-        data = Tensor.__dict__.get("data")
-        Tensor.data = SeenData()  # type: ignore[assignment]
-        try:
+        self._place_layers()
+        with ExitStack() as stack:
+            for layer in self.placed_layers:
+                stack.callback(layer.restore)
+            stack.enter_context(data_intercepted())
             yield
-        finally:
-            if data is None:
-                del Tensor.data
-            else:
-                Tensor.data = data
-            for number in range(len(self.layers)):
-                self._restore(number)
 
-    def own_forward(self, layer: nn.Module) -> Any:
-        """The forward that user code has given to a layer itself; ``None``: that of its class."""
-        return self._own[self.number[layer]]
-
-    def _place_forwards(self) -> None:
-        """Puts a forward into each layer that has none of this class: user code may set its own
-        between two steps. It replaces the whole call of a compiled layer.
-        """
-        for number, layer in enumerate(self.layers):
-            slot = COMPILED_CALL if layer.__dict__.get(COMPILED_CALL) else "forward"
-            own = layer.__dict__.get(slot)
-            if not isinstance(own, _PlacedForward):
-                self._restore(number)
-                self._own[number] = layer.__dict__.get("forward")
-                self._replaced[number] = slot, own
-                self.forwards[number] = own or self.plain_forward(number, layer)
-                self._watches[number] = None
-                layer.__dict__[slot] = _PlacedForward(self, layer)
-
-    def own_hooks(self, number: int) -> tuple[int, ...]:
-        """Identifies the hooks that an owner runs with a layer."""
-        if self._replaced[number][0] == "forward":
-            return ()
-        return tuple(
-            id(hook) for table in hook_tables(self.layers[number]) for hook in table.values()
-        )
-
-    def plain_forward(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        """What an owner runs of a layer, not compiled; or the same of a copy of the layer."""
-        if self._replaced[number][0] == "forward":
-            return layer.forward
-        set_hook_tables(layer, hook_tables(self.layers[number]))
-        return plain_call(layer)
-
-    def _restore(self, number: int) -> None:
-        attributes, (slot, own) = self.layers[number].__dict__, self._replaced[number]
-        if isinstance(attributes.get(slot), _PlacedForward):
-            del attributes[slot]
-            if own is not None:
-                attributes[slot] = own
+    def _place_layers(self) -> None:
+        for layer in self.placed_layers:
+            layer.place(self)
 
     @contextmanager
     def seeing_parameters(self) -> Iterator[None]:
@@ -420,40 +231,20 @@ class Core:
         if self.sees_parameters:
             yield
             return
-        self._place_forwards()
+        self._place_layers()
         placed = {*self.module.parameters(), *self.parameter_owners}
-        self._classes = classes = {tensor: type(tensor) for tensor in placed}
-        # As it is in the class: bound to the class, it would call no subclass's forward.
-        before = torch.autograd.Function.__dict__["apply"]
+        self.own_classes = classes = {tensor: type(tensor) for tensor in placed}
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
             is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
             tensor.__class__ = StepParameter if is_parameter else StepBuffer
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
-        torch.cond, condition = _chosen, torch.cond
         self.sees_parameters = True
         try:
-            with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
+            with functions_intercepted():
                 yield
         finally:
             self.sees_parameters = False
-            torch.autograd.Function.apply = before  # type: ignore[method-assign]
-            torch.cond = condition
             for tensor, cls in classes.items():
-                tensor.__class__ = cls
-
-    @contextmanager
-    def compiling(self, number: int) -> Iterator[None]:
-        """Context in which code of a layer may be compiled: its tensors have their own classes."""
-        own = [x for _, x in self.parameters[number]] + self.buffers[number]
-        classes = [(tensor, type(tensor)) for tensor in own]
-        for tensor in own:
-            tensor.__class__ = self._classes.get(tensor, type(tensor))
-        try:
-            with self.unwatched(), with_compiling():
-                yield
-        finally:
-            for tensor, cls in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:
@@ -555,144 +346,3 @@ class Core:
             plain = without_torch_function_of_subclasses()
             with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
-
-
-def _put(table: dict[Any, Any], key: Any, x: Any, most: int) -> None:
-    """Adds to a table of limited size."""
-    if len(table) >= most:
-        del table[next(iter(table))]
-    table[key] = x
-
-
-class _PlacedForward:
-    """The ``forward`` of a layer that its owner runs."""
-
-    # Without a `__dict__`, in the arguments of a call, it is no object with tensors in it.
-    __slots__ = ("_core", "_layer", "_number")
-
-    def __init__(self, core: Core, layer: nn.Module) -> None:
-        self._core, self._layer, self._number = core, layer, core.number[layer]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        core, number = self._core, self._number
-        microbatch = running()
-        if microbatch is not None:
-            assert isinstance(microbatch, Microbatch)
-            if microbatch.turn == OUTSIDE and self._averages((*args, *kwargs.values())):
-                return core.forwards[number](*args, **kwargs)
-            if core.sees_parameters:
-                return microbatch.layer(number, args, kwargs)
-            with core.seeing_parameters():
-                return microbatch.layer(number, args, kwargs)
-        is_elsewhere = core.owners(number, 0) != core.stage
-        # On fake tensors an operation could not use the layer's weights, which one stage has.
-        if core.finder.is_running or (core.operation is not None and is_elsewhere):
-            raise LayerError(
-                f"`{core.operation}` calls the layer `{core.names[number]}`, which stage"
-                f" {core.owners(number, 0)} owns, and runs at stage {core.stage}. Make the module"
-                " that contains both one layer."
-            )
-        return core.forwards[number](*args, **kwargs)
-
-    def _averages(self, given: Iterable[Any]) -> bool:
-        """Whether a call between steps is a part of the code there: of a module that has no
-        parameters and is given others. Each stage works on what it has of them.
-        """
-        is_given = any(isinstance(x, nn.Module) for x in given)
-        return is_given and not self._core.parameters[self._number]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a copy of the layer: its own forward."""
-        own = self._core.own_forward(self._layer)
-        if own is not None:
-            return copy.deepcopy(own, memo)
-        copied = memo.get(id(self._layer))
-        return self if copied is None else MethodType(type(copied).forward, copied)
-
-
-_cond = torch.cond
-
-
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``autograd.Function.apply``: with values, one operation. Torch asks no subclass there."""
-    microbatch = running()
-    recomputing = _recomputing() if cls is CheckpointFunction else None
-    if recomputing is not None:
-        function, _preserves, *rest = args
-        with recomputing:
-            return function(*rest)
-    if microbatch is None or not any(type(x) in PLACED for x in args):
-        return _Applied(cls)(*args, **kwargs)
-    return microbatch.operation(_Applied(cls), args, kwargs)
-
-
-def _chosen(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    """``torch.cond``, which compiles its functions: between layers its predicate is read."""
-    if running() is None:
-        return _cond(pred, true_fn, false_fn, operands)
-    return (true_fn if pred else false_fn)(*operands)
-
-
-def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
-    """What is put around the call of a module for the hooks on its backward."""
-    found, microbatch = BackwardHook(module, *hooks), running()
-    if not isinstance(microbatch, Microbatch):
-        return found
-    number = microbatch.core.number.get(module)
-    if number is None:
-        raise LayerError(
-            f"`{type(module).__name__}` has a hook on its backward, and several layers in it: their"
-            " gradients are at several stages. Register the hook on its layers, or on a tensor"
-            " between them (`x.register_hook`)."
-        )
-    microbatch.core.backward_hooks[number] = found
-    return NoBackwardHook()
-
-
-def _recomputing() -> AbstractContextManager[None] | None:
-    """What ``torch.utils.checkpoint`` does where the user's step calls it: the layers in it are
-    recomputed, each at its stage. ``None`` inside of a layer.
-    """
-    microbatch = running()
-    return microbatch.recomputing() if isinstance(microbatch, Microbatch) else None
-
-
-def _keep_undefined(result: Any) -> None:
-    """Makes a function's backward give no gradients if it gets none. Torch does not call it then:
-    but the gradient of a value that another stage uses comes even if it is not defined. The
-    function would get zeros instead, and parameters before it a gradient.
-    """
-    outputs = result if isinstance(result, tuple) else (result,)
-    nodes = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
-    own = [x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)]
-    if not own:
-        return
-    is_defined = [True]
-
-    def before(gradients: Any) -> None:
-        is_defined[0] = any(x is not None for x in gradients)
-
-    def after(gradients: Any, _: Any) -> Any:
-        return None if is_defined[0] else (None,) * len(gradients)
-
-    node: Any = own[0]
-    node.register_prehook(before)
-    node.register_hook(after)
-
-
-class _Applied:
-    """A user's autograd function as an operation; equal for equal classes."""
-
-    def __init__(self, cls: Any) -> None:
-        self._cls, self.__name__ = cls, f"{cls.__name__}.apply"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = apply_function.__get__(None, self._cls)(*args, **kwargs)
-        _keep_undefined(result)
-        return result
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Applied) and other._cls is self._cls
-
-    def __hash__(self) -> int:
-        return hash(self._cls)

@@ -13,7 +13,7 @@ from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.transfers import key_of
+from lightning_pipeshift.values.reads import key_of
 from lightning_pipeshift.values.value import Value, version_in
 
 Share = Callable[[Any, int], Any]

@@ -3,13 +3,13 @@
 A value that was sent with its gradient has one node of autograd at each end. A token, a tensor
 without a meaning, runs through all nodes of a microbatch at a stage: so one call of the engine
 reaches them all, and autograd runs them, and everything between them, in the reverse order of the
-program. Values that no gradient connects are in graphs of their own, with a token each.
+program. Values that no gradient connects are in graphs of their own, with a token each: see
+:mod:`.graphs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,85 +58,6 @@ class Way(NamedTuple):
     def key(self) -> Key:
         """That of its message."""
         return self.letters.gradient_key(self.source, self.serial)
-
-
-class Graph:
-    """Values that are connected by their gradients: what one backward goes through, and uses up.
-    Every stage has the same graphs; here is what this stage has of one.
-
-    Args:
-        step: the run and the microbatch that it belongs to.
-        used_at: for what has a part in a graph that is used up: the operation or layer that used
-            it, and the user's line.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_into",
-        "_latest",
-        "has_links",
-        "is_used",
-        "step",
-        "tokens",
-        "used_at",
-    )
-
-    def __init__(self, step: tuple[int, int], used_at: str = "") -> None:
-        self.step, self.used_at = step, used_at
-        self.tokens: list[Tensor] = []
-        """The ends of chains of nodes: together they reach all of this stage's links."""
-        self.has_links = False
-        """Whether any stage has links in it."""
-        self.is_used = bool(used_at)
-        """Whether a backward has gone through it, or its step is over."""
-        self._latest: tuple[int, Way | None] = -1, None
-        self._into: Graph | None = None
-
-    @property
-    def whole(self) -> Graph:
-        """The graph that this one is a part of by now."""
-        graph = self
-        while graph._into is not None:
-            # So that a long row of joined graphs is followed once only.
-            graph._into = graph._into._into or graph._into
-            graph = graph._into
-        return graph
-
-    @property
-    def first(self) -> Way | None:
-        """How the gradient comes that this stage's backward waits for first; ``None`` if it can
-        begin.
-        """
-        return self._latest[1]
-
-    def add(self, token: Tensor, way: Way, is_received: bool) -> None:
-        """Adds one of this stage's links.
-
-        Args:
-            token: its end of the chain.
-            way: of its gradient.
-            is_received: whether that comes to this stage.
-        """
-        self.tokens.append(token)
-        self._latest = way.serial, way if is_received else None
-
-    def join(self, other: Graph) -> Graph:
-        """Makes two graphs one; returns it."""
-        one, other = self.whole, other.whole
-        if one is other:
-            return one
-        other._into = one
-        one.has_links |= other.has_links
-        one.tokens += other.tokens
-        other.tokens.clear()
-        # The backward runs the latest link first.
-        one._latest = max(one._latest, other._latest, key=itemgetter(0))
-        return one
-
-    def end(self) -> None:
-        """A backward has gone through it, or its step is over."""
-        self.is_used = True
-        self.tokens.clear()
 
 
 class _FromLater(torch.autograd.Function):

@@ -12,15 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place, packed
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-)
-from lightning_pipeshift.values.value import (
-    NO_LINE,
-    Value,
-    user_line,
-    version_in,
-)
+from lightning_pipeshift.values.arguments import Arguments
+from lightning_pipeshift.values.value import NO_LINE, Value, user_line, version_in
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -106,7 +99,8 @@ class NotedProgram:
         self._serial += 1
         return Key(source, self._run_number, self.turn, kind, self._num_backwards, self._serial)
 
-    def _place(self, label: str) -> Place:
+    def place(self, label: str) -> Place:
+        """Where the program is now."""
         return Place(label, self._with_generators(), user_line())
 
     def receive(self, key: Key, place: Place) -> Message:

@@ -13,15 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Memory
+from lightning_pipeshift.values.backward import gradients_of
 from lightning_pipeshift.values.contract import spec_of
-from lightning_pipeshift.values.value import (
-    DATA,
-    PLACED,
-    StepParameter,
-    Value,
-    run_by,
-    user_line,
-)
+from lightning_pipeshift.values.reads import offer
+from lightning_pipeshift.values.value import DATA, PLACED, StepParameter, Value, run_by, user_line
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.microbatch import Microbatch
@@ -144,7 +139,7 @@ def _told(
                 continue
             account = microbatch.new_account(stage, spec.requires_grad, own[at], Memory())
             with without_torch_function_of_subclasses():
-                microbatch.offer(account, is_changed_unseen=True)
+                offer(microbatch.mailbox, account, is_changed_unseen=True)
             found[at] = microbatch.new_value(spec, account)
     return found
 
@@ -174,8 +169,13 @@ def _gradients(
     losses = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     if grad_outputs is None or isinstance(grad_outputs, Tensor):
         grad_outputs = [grad_outputs] * len(losses)
-    own = microbatch.gradients_of(
-        losses, tensors, list(grad_outputs), bool(retain_graph), create_graph or is_grads_batched
+    own = gradients_of(
+        microbatch,
+        losses,
+        tensors,
+        list(grad_outputs),
+        bool(retain_graph),
+        create_graph or is_grads_batched,
     )
     found = _told(microbatch, tensors, own)
     for at, tensor in enumerate(tensors):
@@ -213,19 +213,15 @@ def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
     microbatch.backward(*args, **kwargs)
 
 
-def _refused(function: Any, what: str, advice: str) -> Callable[..., Any]:
-    """A function that only the only stage has; on several, it says why it is not supported."""
-
-    def refuse(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
-        if microbatch.mailbox.num_stages == 1:
-            args, kwargs = microbatch.plain((args, kwargs))
-            with run_by(None), without_torch_function_of_subclasses():
-                return function(*args, **kwargs)
-        raise LayerError(
-            f"{what} ({user_line()}) is not supported on a tensor that one stage owns: {advice}"
-        )
-
-    return refuse
+def _set_memory(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
+    if microbatch.mailbox.num_stages == 1:
+        args, kwargs = microbatch.plain((args, kwargs))
+        with run_by(None), without_torch_function_of_subclasses():
+            return Tensor.set_(*args, **kwargs)
+    raise LayerError(
+        f"`set_` ({user_line()}) is not supported on a tensor that one stage owns: write in place"
+        " instead (`with torch.no_grad(): x.copy_(y)`)."
+    )
 
 
 def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
@@ -262,14 +258,11 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
             if not held.is_inference():
                 # A backward that has saved it must not go on with other bytes.
                 torch.autograd.graph.increment_version(held)
-            microbatch.offer(account)
+            offer(microbatch.mailbox, account)
     microbatch.share_memory(tensor, account)
 
 
 _GRAD: Any = Tensor.grad
-_REFUSED: Any = (
-    (Tensor.set_, "`set_`", "write in place instead (`with torch.no_grad(): x.copy_(y)`)."),
-)
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.backward: _backward,
@@ -284,6 +277,6 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_gradient,
     torch.autograd.grad: _gradients,
-    **{function: _refused(function, what, advice) for function, what, advice in _REFUSED},
+    Tensor.set_: _set_memory,
 }
 """By the function: ``(microbatch, its arguments) -> its result``."""

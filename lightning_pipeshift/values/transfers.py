@@ -10,32 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    copied,
-    given,
-)
+from lightning_pipeshift.values.arguments import Arguments, copied_call, given
 from lightning_pipeshift.values.functions import NUMBERS
 from lightning_pipeshift.values.gradients import (
-    Graph,
     Way,
     gradient_from_later,
     gradient_to_all,
     gradient_to_earlier,
 )
+from lightning_pipeshift.values.graphs import Graph, Graphs
 from lightning_pipeshift.values.program import NotedProgram
+from lightning_pipeshift.values.reads import key_of, read_here
 from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
-    StepParameter,
     Value,
     name_of,
     run_by,
@@ -44,12 +37,7 @@ from lightning_pipeshift.values.value import (
 )
 
 if TYPE_CHECKING:
-    from lightning_pipeshift.values.calls import Call
     from lightning_pipeshift.values.core import Core
-
-
-# Values up to this size are kept for stages that read them alone, as long as `KEPT_RUNS` says.
-_KEPT_BYTES = 4096
 
 
 class Transfers(NotedProgram):
@@ -59,8 +47,8 @@ class Transfers(NotedProgram):
         super().__init__(core, run_number, turn)
         self.accounts: dict[Tensor, Account] = {}
         self._num_values = 0
-        self._is_alone = core.mailbox.num_stages == 1
-        self._living: list[weakref.ref[Value]] = []
+        self.is_alone = core.mailbox.num_stages == 1
+        self._living: list[weakref.ref[Tensor]] = []
         """On the only stage, all values."""
         self._named: list[weakref.ref[Account]] = []
         """Those of all values."""
@@ -68,14 +56,7 @@ class Transfers(NotedProgram):
         """Keeps what autograd saves of the step on this stage, if anything but autograd does."""
         self._shared: list[tuple[Memory, str]] = []
         """The memory that `x.data = y` has given to parameters, and the user's lines."""
-        self._graphs: list[weakref.ref[Graph]] = []
-        self._token: Tensor | None = None
-        """The leaf tensor at the beginning of each chain of links."""
-        self.entered: Graph | None = None
-        """That of the common tensors whose gradient the present call needs."""
-        self.gradients_to_later: tuple[int, int, str] | None = None
-        """The first stage that sends a gradient to a later stage, the last stage that receives such
-        a gradient, and the operation or layer that uses the value there."""
+        self.graphs = Graphs((run_number, turn), core.device)
 
     def release(self) -> None:
         """Lets go of all tensors. On the only stage, values that other code still has become their
@@ -88,16 +69,13 @@ class Transfers(NotedProgram):
         self._named.clear()
         with without_torch_function_of_subclasses(), torch.enable_grad():
             for value in living:
+                assert isinstance(value, Value)
                 tensor = value.account.tensor
                 assert tensor is not None
                 # What autograd has saved cannot be swapped, but what shares its memory can.
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
                 torch.utils.swap_tensors(value, view)
-        for each in self._graphs:
-            if (graph := each()) is not None:
-                graph.end()
-        self._graphs.clear()
-        self._token = None
+        self.graphs.release()
         self._require_unshared()
         self.accounts.clear()
 
@@ -105,7 +83,7 @@ class Transfers(NotedProgram):
         """Raises LayerError if parameters have their memory in common with what is used behind the
         step: no operation tells when their optimizer writes to it.
         """
-        for memory, line in self._shared if not self._is_alone else ():
+        for memory, line in self._shared if not self.is_alone else ():
             living = [account for each in memory.accounts if (account := each()) is not None]
             mine = [account for account in self.accounts.values() if account.memory is memory]
             for account in mine:
@@ -121,6 +99,11 @@ class Transfers(NotedProgram):
 
     # --- graphs ---
 
+    @property
+    def gradients_to_later(self) -> tuple[int, int, str] | None:
+        """See :attr:`Graphs.to_later`."""
+        return self.graphs.to_later
+
     def graph_of(self, loss: Any) -> Graph | None:
         """Returns the graph of a loss; ``None`` if no gradient connects it with a value."""
         if type(loss) not in PLACED:
@@ -133,31 +116,6 @@ class Transfers(NotedProgram):
         graph = self.graph_of(loss)
         return [] if graph is None else graph.tokens
 
-    def joined(self, call: Call) -> Graph | None:
-        """The graph of what a call returns that needs a gradient: those of its arguments, which it
-        makes one. A leaf that no other stage has used is in none: its gradients are summed where it
-        is, by as many backwards as there are.
-        """
-        if self._is_alone:
-            return None
-        used = range(len(call.arguments.tensors)) if call.contract is None else call.contract.used
-        tensors = [call.arguments.tensors[at] for at in used]
-        found = self.entered
-        for tensor in (*tensors, *(x for _, x in call.parameters)):
-            account = tensor.account if isinstance(tensor, Value) else self.accounts.get(tensor)
-            if account is None or account.graph is None or not account.requires_grad:
-                continue
-            if self._is_used(account):
-                where = account.graph.whole.used_at or f"`{call.label}` ({user_line()})"
-                return Graph((self._run_number, self.turn), where)
-            found = account.graph.whole if found is None else found.join(account.graph)
-        return found or self._new_graph()
-
-    def _new_graph(self) -> Graph:
-        graph = Graph((self._run_number, self.turn))
-        self._graphs.append(weakref.ref(graph))
-        return graph
-
     def gradient_key(self, source: int, serial: int) -> Key:
         """See :class:`Letters`."""
         return Key(source, self._run_number, self.turn, Kind.GRADIENT, self._num_backwards, serial)
@@ -169,7 +127,7 @@ class Transfers(NotedProgram):
             graphs: the graphs.
             is_kept: whether another one may follow.
         """
-        self.gradients_to_later = None
+        self.graphs.to_later = None
         self._num_backwards += 1
         if not is_kept:
             for graph in graphs:
@@ -186,7 +144,7 @@ class Transfers(NotedProgram):
     def _renew_parameters(self, parameters: Iterable[Tensor], of_open_graphs: bool) -> None:
         for tensor in parameters:
             account = self.accounts[tensor]
-            is_open = account.graph is not None and not self._is_used(account)
+            is_open = account.graph is not None and not self.graphs.is_used(account)
             if is_open and not of_open_graphs:
                 continue
             account.refresh()
@@ -201,8 +159,9 @@ class Transfers(NotedProgram):
         """The account of a value or a parameter."""
         if isinstance(tensor, Value):
             return tensor.account
-        if self.core.awaits:
-            self.core.before_parameter(tensor)
+        if self.core.awaited:
+            for number in self.core.layers_with.get(tensor, ()):
+                self.core.before_layer(number)
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]
@@ -236,7 +195,7 @@ class Transfers(NotedProgram):
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
             self._require_as_sent(account, label)
-        if with_gradient and account.requires_grad and not self._is_used(account):
+        if with_gradient and account.requires_grad and not self.graphs.is_used(account):
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
@@ -244,25 +203,6 @@ class Transfers(NotedProgram):
         if found is not None and account.requires_grad and account.owner != stage:
             return _marked(found)
         return found
-
-    def _is_used(self, account: Account) -> bool:
-        """Whether a backward has gone through the graph of a value, or its step is over."""
-        graph = account.graph
-        return graph is not None and (
-            graph.whole.is_used or graph.step != (self._run_number, self.turn)
-        )
-
-    def require_unused(self, loss: Tensor) -> None:
-        """Raises LayerError for a loss that has a part in a graph which is used up."""
-        if isinstance(loss, Value) and self._is_used(loss.account):
-            assert loss.account.graph is not None
-            where = loss.account.graph.whole.used_at or f"`backward` ({user_line()})"
-            raise LayerError(
-                f"{where} needs the gradient of a value that an earlier `backward` has gone"
-                " through, or of an earlier step. With several stages a `backward` uses up all that"
-                " is connected with its loss: compute the value again, `detach()` it, or call"
-                " `backward` once for the sum of the losses."
-            )
 
     def _send(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
         key = self._key(account.owner, Kind.VALUE)
@@ -276,9 +216,9 @@ class Transfers(NotedProgram):
                 is_behind = content.nbytes > self.mailbox.room_bytes and content.is_cpu
                 if is_behind and self.core.is_in_layer(content):
                     content = content.clone()
-                self.mailbox.send(stage, key, self._place(label), content)
+                self.mailbox.send(stage, key, self.place(label), content)
         elif self.stage == stage:
-            message = self.receive(key, self._place(label))
+            message = self.receive(key, self.place(label))
             with without_torch_function_of_subclasses():
                 account.tensor = message.tensor(tensor.dtype, tensor.shape, self.core.device)
                 if self.saves is not None:
@@ -303,15 +243,14 @@ class Transfers(NotedProgram):
         account.has_left = True
         account.memory.has_returned |= stage == account.owner
         serial = self._key(stage, Kind.GRADIENT).serial
-        self._note_gradient_to_later(stage, last, label)
         if account.graph is None:
-            account.graph = self._new_graph()
+            account.graph = self.graphs.new_graph()
         graph = account.graph.whole
-        graph.has_links = True
+        self.graphs.begin(graph, stage, last, label)
         if self.stage not in (last, stage):
             return
-        way = Way(self, stage, serial, self._place(label), last)
-        token = self._token_of(graph)
+        way = Way(self, stage, serial, self.place(label), last)
+        token = self.graphs.token_of(graph)
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
@@ -320,14 +259,6 @@ class Transfers(NotedProgram):
                 assert account.tensor is not None
                 token, account.link = gradient_to_earlier(token, account.tensor, way)
         graph.add(token, way, is_received=self.stage == last)
-
-    def _token_of(self, graph: Graph) -> Tensor:
-        """Returns the token that the graph's next link takes as its input."""
-        if graph.tokens:
-            return graph.tokens.pop()
-        if self._token is None:
-            self._token = torch.zeros((), device=self.core.device, requires_grad=True)
-        return self._token
 
     def enter(self, tensor: Tensor, stage: int, label: str) -> Tensor | None:
         """Uses a common tensor with its gradient at one stage; each has the gradient then.
@@ -340,12 +271,11 @@ class Transfers(NotedProgram):
         Returns:
             the tensor to use, at that stage.
         """
-        key, place = self._key(stage, Kind.GRADIENT), self._place(label)
+        key, place = self._key(stage, Kind.GRADIENT), self.place(label)
         others = [at for at in range(self.mailbox.num_stages) if at != stage]
-        graph = self.entered = self.entered or self._new_graph()
-        graph.has_links = True
-        self._note_gradient_to_later(stage, max(others), label)
-        token, link = self._token_of(graph), None
+        graph = self.graphs.entered = self.graphs.entered or self.graphs.new_graph()
+        self.graphs.begin(graph, stage, max(others), label)
+        token, link = self.graphs.token_of(graph), None
         with without_torch_function_of_subclasses():
             if self.stage == stage:
                 ways = [Way(self, stage, key.serial, place, to) for to in others]
@@ -355,15 +285,6 @@ class Transfers(NotedProgram):
                 way = Way(self, stage, key.serial, place, self.stage)
                 graph.add(gradient_from_later(token, tensor, way), way, is_received=True)
         return link
-
-    def _note_gradient_to_later(self, source: int, last: int, label: str) -> None:
-        if source >= last:
-            return
-        first, end, where = self.gradients_to_later or (last, source, "")
-        if source < first or last > end:
-            # Only then: to find the user's line takes time.
-            where = f"`{label}` ({user_line()})"
-        self.gradients_to_later = min(first, source), max(end, last), where
 
     def new_account(
         self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None
@@ -377,9 +298,12 @@ class Transfers(NotedProgram):
     def new_value(self, spec: Spec, account: Account) -> Value:
         """The value of an account."""
         value = Value(spec, self.core.device, account)
-        if self._is_alone:
-            self._living.append(weakref.ref(value))
+        self._note_living(value)
         return value
+
+    def _note_living(self, value: Tensor) -> None:
+        if self.is_alone:
+            self._living.append(weakref.ref(value))
 
     def _name(self, account: Account) -> None:
         self._num_values += 1
@@ -388,80 +312,23 @@ class Transfers(NotedProgram):
         number = (self.digest << 15) + (self._num_values & 0x7FFF)
         account.name = self._run_number, self.turn, number
 
-    def tell(self, told: Any, stage: int, label: str) -> Any:
-        """Sends what one stage knows to all; returns it."""
-        key = self._key(stage, Kind.TOLD)
-        if self.stage != stage:
-            return self.receive(key, self._place(label)).content
-        data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
-        for other in range(self.mailbox.num_stages):
-            if other != stage:
-                self.mailbox.send(other, key, self._place(label), data)
-        return told
-
-    def tell_later(self, told: Any, source: int, to: int, label: str) -> Callable[[], Any]:
-        """Sends what one stage knows to another one; returns what takes it there. Every stage
-        calls this.
-        """
-        key, place = self._key(source, Kind.TOLD), self._place(label)
-        if self.stage == source:
-            data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
-            self.mailbox.send(to, key, place, data)
-        return lambda: self.mailbox.take(key, place).content
-
     def _read_by(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function that reads values into Python, on this rank. Other ranks need not read
-        them: so this is no operation of the program.
-        """
+        """Runs a function that reads values into Python, on this rank."""
         label = name_of(function)
-        arguments = Arguments(given(args, kwargs), id)
-        placed = [x for x in arguments.tensors if type(x) in PLACED]
+        placed = [x for x in Arguments(given(args, kwargs), id).tensors if type(x) in PLACED]
         # What has come from another stage is in host memory: there, nobody waits for the device.
         is_scalar = function is Tensor.__format__ and args[0].dim() == 0
         device = None if function in NUMBERS or is_scalar else self.core.device
         plain = {id(x): self._read_here(x, label, device) for x in placed}
         with run_by(None), without_torch_function_of_subclasses():
-            plain_args, *plain_kwargs = copied(
-                given(args, kwargs), lambda x: plain.get(id(x), x), {}
-            )
-            return function(*plain_args, **dict(plain_kwargs))
+            args, kwargs = copied_call(args, kwargs, lambda x: plain.get(id(x), x), {})
+            return function(*args, **kwargs)
 
     def _read_here(self, tensor: Tensor, label: str, device: torch.device | None) -> Tensor:
-        """A value's tensor without its gradient. The owner tells it to all stages; another stage
-        asks for it, since the owner may not read it.
+        return read_here(self, tensor, label, device)
 
-        Args:
-            tensor: the value.
-            label: of what reads it.
-            device: where it is to be; ``None``: anywhere.
-        """
-        if isinstance(tensor, StepParameter) and tensor not in self.core.parameter_owners:
-            # No operation has used it, so every stage has it. A read must not place it: the other
-            # stages may not read it.
-            with without_torch_function_of_subclasses():
-                return tensor.detach()
-        account = self.account_of(tensor)
-        account.refresh()
-        here, key = account.tensor, self._read_key(account, tensor)
-        if account.owner == self.stage:
-            assert here is not None
-            with without_torch_function_of_subclasses():
-                here = here.detach()
-                self.mailbox.tell(key, self._place(label), here)
-        elif here is None and account.seen is not None and account.seen[0] == account.version:
-            here = account.seen[1]
-        elif here is None:
-            place = self._place(label)
-            if not self.mailbox.has(key):
-                self.mailbox.ask(key, place)
-            message = self.receive(key, place)
-            with without_torch_function_of_subclasses():
-                here = message.tensor(tensor.dtype, tensor.shape)
-            account.seen = account.version, here
-        with without_torch_function_of_subclasses():
-            return (here if device is None else to_device(here, device)).detach()
-
-    def _read_key(self, account: Account, tensor: Tensor) -> Key:
+    def read_key(self, account: Account, tensor: Tensor) -> Key:
+        """That of the message with a value for the stages that read it in this run."""
         if account.name is None:
             # A parameter: it changes between two steps, but not in one.
             number = -1 - self.core.parameter_numbers[tensor]
@@ -469,34 +336,26 @@ class Transfers(NotedProgram):
             return Key(account.owner, run, self.turn, Kind.READ, part, number, run)
         return key_of(account)._replace(read_in=self._run_number)
 
-    def offer(self, account: Account, is_changed_unseen: bool = False) -> None:
-        """Lets other stages ask for a value of this one, if it is small. Called inside of
-        :data:`without_torch_function_of_subclasses`.
+    def tell(self, told: Any, stage: int, label: str) -> Any:
+        """Sends what one stage knows to all; returns it."""
+        key = self._key(stage, Kind.TOLD)
+        if self.stage != stage:
+            return self.receive(key, self.place(label)).content
+        data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+        for other in range(self.mailbox.num_stages):
+            if other != stage:
+                self.mailbox.send(other, key, self.place(label), data)
+        return told
 
-        Args:
-            account: of the value.
-            is_changed_unseen: whether other code than operations may write to its memory.
+    def tell_later(self, told: Any, source: int, to: int, label: str) -> Callable[[], Any]:
+        """Sends what one stage knows to another one; returns what takes it there. Every stage
+        calls this.
         """
-        tensor = account.tensor
-        if account.name is None or tensor is None or self._is_alone:
-            return
-        if tensor.nbytes <= _KEPT_BYTES:
-            key, kept = key_of(account), tensor.detach()
-            # Torch does not count writes to tensors of inference mode, so they are copied. And a
-            # small view would keep all of a large memory.
-            is_part = kept.untyped_storage().nbytes() > _KEPT_BYTES
-            if is_changed_unseen or is_part or kept.is_inference():
-                kept = kept.clone()
-            else:
-                account.memory.offers.append(key)
-            self.mailbox.offer(key, kept)
-
-    def copy_offers(self, tensor: Tensor) -> None:
-        """Called before a write to a value."""
-        memory = self.account_of(tensor).memory
-        for key in memory.offers:
-            self.mailbox.copy_offer(key)
-        memory.offers.clear()
+        key, place = self._key(source, Kind.TOLD), self.place(label)
+        if self.stage == source:
+            data = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+            self.mailbox.send(to, key, place, data)
+        return lambda: self.mailbox.take(key, place).content
 
 
 def _marked(tensor: Tensor) -> Tensor:
@@ -505,10 +364,3 @@ def _marked(tensor: Tensor) -> Tensor:
     """
     with without_torch_function_of_subclasses(), torch.inference_mode(tensor.is_inference()):
         return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def key_of(account: Account) -> Key:
-    """Of a value, for the stages that read it."""
-    assert account.name is not None
-    run, turn, number = account.name
-    return Key(account.owner, run, turn, Kind.READ, account.version, number)

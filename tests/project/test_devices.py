@@ -16,7 +16,7 @@ NCCL = "runtime/comm/backends.py"
 
 # What else mentions CUDA, and why.
 EXCEPTIONS = {
-    "model/parameters/deferred_init.py cuda": "a method of torch's tensors",
+    "model/parameters/recorded_code.py cuda": "a method of torch's tensors",
 }
 
 

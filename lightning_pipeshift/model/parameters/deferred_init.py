@@ -21,36 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     MODULE_TABLES,
-    TRUNCATED_NORMAL,
-    OperationMode,
-    dispatch_modes_disabled,
-    make_subclass,
-    no_dispatch,
-    parse_to,
     pytree,
-    schema_of,
     storage_key_of,
     version_of,
-    without_torch_function,
-    without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
-
-_META = torch.device("meta")
-_CPU = torch.device("cpu")
-# Operations that overwrite all values of a tensor they write to.
-_OVERWRITING = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"}
-    | {"cauchy_", "geometric_", "log_normal_"}
+from lightning_pipeshift.model.parameters.recorded_code import (
+    META,
+    Promised,
+    recorded_by,
+    unrecorded,
 )
+from lightning_pipeshift.model.user_state.random_streams import stream_seed
 
 
 class _View(NamedTuple):
@@ -118,12 +105,8 @@ class DeferredInit:
         """Context in which tensors are created without values. A second context continues the
         record.
         """
-        _RECORDING.append(self)
-        try:
-            with _Operations(self), _Appearance(self), _truncated_normals_whole(self):
-                yield
-        finally:
-            _RECORDING.pop()
+        with recorded_by(self):
+            yield
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the meta device, and its values can be computed."""
@@ -138,9 +121,9 @@ class DeferredInit:
             load: returns the values, on the CPU.
         """
         with unrecorded():
-            tensor = torch.empty(like.shape, dtype=like.dtype, device=_META)
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=META)
             self.add(load, ((), {}), [tensor])
-            return _Promised(tensor, self)
+            return Promised(tensor, self)
 
     def lend(self, tensor: Tensor) -> None:
         """Marks a tensor's memory as a private mapping of a file, so that its pages can be freed
@@ -193,6 +176,10 @@ class DeferredInit:
 
     # --- the record ---
 
+    def recorded(self, arguments: Any) -> Any:
+        """A structure of arguments, as an entry keeps it: before the operation runs."""
+        return pytree.tree_map_only(Tensor, _recorded, arguments)
+
     def add(
         self,
         run: Callable[..., Any],
@@ -206,7 +193,7 @@ class DeferredInit:
 
         Args:
             run: computes its results from its arguments.
-            arguments: see :class:`_Entry`.
+            arguments: as :meth:`recorded` returns them.
             results: what it has returned on the meta device.
             reads: the tensors whose values before matter.
             writes: the tensors that it writes to.
@@ -292,189 +279,8 @@ def _is_tensor(argument: Any) -> bool:
     return isinstance(argument, _View | _Real)
 
 
-def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor covers its whole storage."""
-    size = tensor.numel() * tensor.element_size()
-    return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
-
-
-# --- what the user's code sees of it ---
-
-# Functions that read a tensor's values without an operation.
-_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
-
-
-class _Promised(Tensor):
-    """A tensor on the meta device that is loaded when it is used outside of the record, for example
-    by a callback that reads a checkpoint.
-    """
-
-    _deferred: DeferredInit
-
-    @staticmethod
-    def __new__(cls, data: Tensor, deferred: DeferredInit) -> _Promised:
-        self: _Promised = make_subclass(cls, data)
-        self._deferred = deferred
-        return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        with without_torch_function_of_subclasses():
-            if func == Tensor.__deepcopy__:
-                return args[0].clone()
-            if func in _READS or func == Tensor.__reduce_ex__:
-                args = (args[0]._deferred.values(args[0]), *args[1:])
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if current_record() is not None:
-            with no_dispatch():
-                return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(
-            _Promised, lambda x: x._deferred.values(x), (args, kwargs)
-        )
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Context, inside of a record, in which tensors are made with values as usual."""
-    with dispatch_modes_disabled(), without_torch_function():
-        yield
-
-
-class _Appearance(TorchFunctionMode):
-    """Makes a tensor of the record look as without deferring: it reports the CPU as its device."""
-
-    def __init__(self, deferred: DeferredInit) -> None:
-        super().__init__()
-        self._deferred = deferred
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _READS and func not in _APPEARANCES:
-            return func(*args, **kwargs)
-        tensor, *others = args
-        with without_torch_function():
-            if not self._deferred.knows(tensor):
-                return func(*args, **kwargs)
-            if func in _APPEARANCES:
-                return _APPEARANCES[func](tensor, *others, **kwargs)
-            return func(self._deferred.values(tensor), *others, **kwargs)
-
-
-def _moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # Each stage moves its tensors to its own device later.
-    copies = kwargs.pop("copy", False)
-    device, dtype, _, memory_format = parse_to(*args, **kwargs)
-    if device == _META:
-        return tensor.to(device)
-    layout = memory_format or torch.preserve_format
-    return tensor.to(dtype=dtype or tensor.dtype, copy=copies, memory_format=layout)
-
-
-_APPEARANCES: dict[Any, Callable[..., Any]] = {
-    Tensor.is_meta.__get__: lambda *_: False,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda *_: True,  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda *_: _CPU,
-    Tensor.to: _moved,
-    Tensor.cpu: lambda tensor, **_: tensor,
-    Tensor.cuda: lambda tensor, *_, **__: tensor,
-}
-
-
-@contextmanager
-def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
-    """Context in which ``nn.init.trunc_normal_`` is one entry.
-
-    The function draws until all numbers are inside the bounds, and reads values each time to check
-    that: without this context, every rank would have to compute every such tensor.
-    """
-    original = getattr(nn.init, TRUNCATED_NORMAL, None)
-
-    def truncated_normal(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
-        assert original is not None
-        with without_torch_function():
-            if deferred.knows(tensor):
-                arguments: Any = (_View.of(tensor), *args), {}
-                reads = [] if _covers(tensor) else [tensor]
-                deferred.add(original, arguments, [], reads, [tensor], draws=True)
-            else:
-                original(tensor, *args, generator=generator)
-        return tensor
-
-    if original is not None:
-        setattr(nn.init, TRUNCATED_NORMAL, truncated_normal)
-    try:
-        yield
-    finally:
-        if original is not None:
-            setattr(nn.init, TRUNCATED_NORMAL, original)
-
-
-class _Operations(OperationMode):
-    def __init__(self, deferred: DeferredInit) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._deferred = deferred
-
-    def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        deferred, kwargs = self._deferred, dict(kwargs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not tensors and any(x.name == "device" for x in schema_of(func).arguments):
-            kwargs["device"] = _META
-            kwargs.pop("pin_memory", None)
-        elif not any(map(deferred.knows, tensors)):
-            return func(*args, **kwargs)
-        changed = written_arguments(func, args, kwargs)
-        if (
-            torch.Tag.data_dependent_output in func.tags
-            or torch.Tag.dynamic_output_shape in func.tags
-            or any(not tensor.is_meta for tensor in changed)
-        ):
-            args, kwargs = pytree.tree_map_only(Tensor, self._with_values, (args, kwargs))
-            return func(*args, **kwargs)
-        # The state of a generator other than the global one would depend on which tensors are
-        # initialised.
-        if kwargs.get("generator") is not None:
-            kwargs["generator"] = None
-        recorded = pytree.tree_map_only(Tensor, _recorded, (args, kwargs))
-        on_meta = pytree.tree_map_only(Tensor, lambda x: x.to(_META), (args, kwargs))
-        if "device" in kwargs:
-            recorded[1]["device"] = _CPU
-            on_meta[1]["device"] = _META
-        # The operation has to write to the tensor itself.
-        results = func(*on_meta[0], **on_meta[1])
-        overwritten = set()
-        if func.overloadpacket.__name__ in _OVERWRITING:
-            overwritten = {id(tensor) for tensor in changed if _covers(tensor)}
-        reads = [tensor for tensor in tensors if id(tensor) not in overwritten]
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        deferred.add(func, recorded, pytree.tree_leaves(results), reads, changed, draws)
-        return results
-
-    def _with_values(self, tensor: Tensor) -> Tensor:
-        return self._deferred.values(tensor) if self._deferred.knows(tensor) else tensor
-
-
 def _recorded(tensor: Tensor) -> Any:
     return _View.of(tensor) if tensor.is_meta else _Real(tensor, version_of(tensor))
-
-
-# The active records, innermost last.
-_RECORDING: list[DeferredInit] = []
-
-
-def current_record() -> DeferredInit | None:
-    """Returns the active record: in ``configure_model`` there is one."""
-    return _RECORDING[-1] if _RECORDING else None
 
 
 def is_whole(module: nn.Module) -> bool:

@@ -225,7 +225,7 @@ def test_recurrent_layers_have_contracts() -> None:
 
     require_one_program(make)
     _, cores = trained(make, 2)
-    assert all(contract is not None for contract, *_ in cores[0].contracts.values())
+    assert all(contract is not None for contract, *_ in cores[0].known.contracts.values())
 
 
 # --- writes to what another stage uses ---

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from lightning_pipeshift.values.contract import ContractFinder
+from lightning_pipeshift.values.contract_finder import ContractFinder
 
 
 def test_an_operation_that_fake_tensors_refuse_is_not_reported(
@@ -26,3 +28,31 @@ def test_an_operation_that_fake_tensors_refuse_is_not_reported(
     assert contract is not None
     assert contract.specs[0].shape == (6, 4)
     assert not caplog.records
+
+
+def dropped_by_user(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "others", "draws"),
+    [
+        (Tensor.mul, (2.0,), False),
+        (torch.add, (1,), False),
+        (Tensor.T.__get__, (), False),  # type: ignore[attr-defined]
+        (functional.layer_norm, ((4,),), False),
+        (functional.dropout, (0.3, False), False),
+        (functional.dropout, (0.3, True), True),
+        (torch.dropout, (0.3, True), True),
+        (torch.rand_like, (), True),
+        (Tensor.bernoulli_, (), True),
+        (functional.gumbel_softmax, (), True),
+        # What user code does on other values no one knows.
+        (dropped_by_user, (), True),
+    ],
+)
+def test_whether_an_operation_draws(function: Any, others: tuple[Any, ...], draws: bool) -> None:
+    finder = ContractFinder(torch.device("cpu"))
+    contract = finder.find(function, (torch.rand(3, 4), *others), {})
+    assert contract is not None
+    assert contract.draws is draws

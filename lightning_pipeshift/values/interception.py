@@ -1,0 +1,144 @@
+"""Functions of torch that ask no subclass of tensor what to do: how they reach the microbatch whose
+step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_pipeshift.compat.torch_private import (
+    BackwardHook,
+    apply_function,
+    backward_hooks_by,
+    checkpointing_by,
+)
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.values.layer_contracts import NoBackwardHook
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.value import PLACED, SeenData, running
+
+
+@contextmanager
+def data_intercepted() -> Iterator[None]:
+    """Context in which ``x.data = y`` with a value reaches the microbatch."""
+    # Of the base class, unless another core of this process is in such a context.
+    before = Tensor.__dict__.get("data")
+    Tensor.data = SeenData()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del Tensor.data
+        else:
+            Tensor.data = before
+
+
+@contextmanager
+def functions_intercepted() -> Iterator[None]:
+    """Context in which users' autograd functions, ``torch.cond``, ``torch.utils.checkpoint`` and
+    hooks on the backward of modules do.
+    """
+    # As it is in the class: bound to the class, it would call no subclass's forward.
+    apply, condition = torch.autograd.Function.__dict__["apply"], torch.cond
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+    torch.cond = _chosen
+    try:
+        with checkpointing_by(_recomputing), backward_hooks_by(_hook_backward):
+            yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.cond = condition
+
+
+_cond = torch.cond
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``autograd.Function.apply``: with values, one operation."""
+    microbatch = running()
+    recomputing = _recomputing() if cls is CheckpointFunction else None
+    if recomputing is not None:
+        function, _preserves, *rest = args
+        with recomputing:
+            return function(*rest)
+    if microbatch is None or not any(type(x) in PLACED for x in args):
+        return _Applied(cls)(*args, **kwargs)
+    return microbatch.operation(_Applied(cls), args, kwargs)
+
+
+def _chosen(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """``torch.cond``, which compiles its functions: between layers its predicate is read."""
+    if running() is None:
+        return _cond(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
+    """What is put around the call of a module for the hooks on its backward."""
+    found, microbatch = BackwardHook(module, *hooks), running()
+    if not isinstance(microbatch, Microbatch):
+        return found
+    number = microbatch.core.number.get(module)
+    if number is None:
+        raise LayerError(
+            f"`{type(module).__name__}` has a hook on its backward, and several layers in it: their"
+            " gradients are at several stages. Register the hook on its layers, or on a tensor"
+            " between them (`x.register_hook`)."
+        )
+    microbatch.core.backward_hooks[number] = found
+    return NoBackwardHook()
+
+
+def _recomputing() -> AbstractContextManager[None] | None:
+    """What ``torch.utils.checkpoint`` does where the user's step calls it: the layers in it are
+    recomputed, each at its stage. ``None`` inside of a layer.
+    """
+    microbatch = running()
+    return microbatch.recomputing() if isinstance(microbatch, Microbatch) else None
+
+
+def _keep_undefined(result: Any) -> None:
+    """Makes a function's backward give no gradients if it gets none. Torch does not call it then:
+    but the gradient of a value that another stage uses comes even if it is not defined. The
+    function would get zeros instead, and parameters before it a gradient.
+    """
+    outputs = result if isinstance(result, tuple) else (result,)
+    nodes = [x.grad_fn for x in outputs if isinstance(x, Tensor)]
+    own = [x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)]
+    if not own:
+        return
+    is_defined = [True]
+
+    def before(gradients: Any) -> None:
+        is_defined[0] = any(x is not None for x in gradients)
+
+    def after(gradients: Any, _: Any) -> Any:
+        return None if is_defined[0] else (None,) * len(gradients)
+
+    node: Any = own[0]
+    node.register_prehook(before)
+    node.register_hook(after)
+
+
+class _Applied:
+    """A user's autograd function as an operation; equal for equal classes."""
+
+    def __init__(self, cls: Any) -> None:
+        self._cls, self.__name__ = cls, f"{cls.__name__}.apply"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = apply_function.__get__(None, self._cls)(*args, **kwargs)
+        _keep_undefined(result)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Applied) and other._cls is self._cls
+
+    def __hash__(self) -> int:
+        return hash(self._cls)
