@@ -237,7 +237,7 @@ class ValueSteps:
     def running(self) -> Iterator[None]:
         """Context in which steps run."""
         in_step = StepGroup(self._replicas.vm, self._replicas.count).in_force()
-        # A compiler follows neither values nor the parameters' class: see `_compiling` in `values/layer_calls.py`.
+        # A compiler follows neither values nor the class of parameters: see `layer_calls.py`.
         with run_by(None), self.core.seeing_parameters(), in_step, without_compiling():
             yield
 
