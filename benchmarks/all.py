@@ -147,7 +147,10 @@ RUNS = (
     Run(
         "timeline_cost",
         "timeline_cost",
-        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/step/engine.py"),
+        (
+            f"{PACKAGE}/runtime/recording",
+            *(f"{PACKAGE}/step/{name}.py" for name in ("action_notes", "engine", "suspendable")),
+        ),
     ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run("overlap", "overlap --num-rounds 3", (*RINGS, *STEP)),

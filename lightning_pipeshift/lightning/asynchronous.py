@@ -117,7 +117,8 @@ class AsynchronousTraining(TrainingSteps):
 
     steps_itself = True
     gradients: _OwnGradients
-    # Of the base class's calls it overrides those that this pipeline has not.
+    # It has no `training_step`, `manual_step` or `plain_training_step`: what would call them is
+    # overridden, or never reached.
     _pipeline: AsynchronousPipeline  # type: ignore[assignment]
 
     def __init__(self, trainer: pl.Trainer, pipeline: AsynchronousPipeline, *rest: Any) -> None:

@@ -434,6 +434,7 @@ class StrategyHooks(ParallelStrategy):
     # --- the end ---
 
     def on_exception(self, exception: BaseException) -> None:
+        """See :meth:`Session.end_by`."""
         super().on_exception(exception)
         self._session.end_by(exception)
 

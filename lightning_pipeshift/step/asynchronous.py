@@ -135,8 +135,12 @@ class AsynchronousPipeline(Pipeline):
         values.before_meeting = self._end_steps
         return values
 
+    def _number_of(self, key: Key) -> int | None:
+        return next((n for n, one in self._under_way.items() if one.run == key.step), None)
+
     def release(self) -> None:
         """See :class:`Pipeline`."""
+        self.changes.abandon()
         for sums in self._old_aggregations:
             sums.close()
         super().release()
@@ -373,18 +377,11 @@ class AsynchronousPipeline(Pipeline):
         self._flight.todo.extend(row)
         self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
 
-    # --- the report ---
-
-    def _number_of(self, key: Key) -> int | None:
-        return next((n for n, one in self._under_way.items() if one.run == key.step), None)
-
     def _end_steps(self) -> None:
         """Runs the rest of the steps that are suspended."""
         if self._flight.live and self._versions is None:
             with self.in_call(None):
                 self._go_on(leaves_some=False)
-
-    # --- minibatches ---
 
     def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
         """Runs the forward of a minibatch, and the backward that is due with it.

@@ -69,10 +69,6 @@ class MinibatchReports:
         self.ends = False
         """Whether a report has asked for the end of the run."""
 
-    @property
-    def _is_last(self) -> bool:
-        return self._channels.stage == self._channels.num_stages - 1
-
     def send_results(self, one: UnderWay, gathering: Gathering) -> None:
         """Sends the last stage those results of a step that other stages have. Every stage calls
         this, at the end of the step.
@@ -103,7 +99,7 @@ class MinibatchReports:
             LayerError: the ranks have logged or returned different things.
         """
         channels, stage = self._channels, self._channels.stage
-        if self._is_last:
+        if stage == channels.num_stages - 1:
             mine = self._own(one)
             mine.asks_to_end = self._asks_to_end()
             mine.stops = one.minibatch.stops()

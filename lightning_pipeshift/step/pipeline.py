@@ -243,11 +243,6 @@ class Pipeline:
         return {each.name: each.layer for each in self._layers}
 
     @property
-    def is_last(self) -> bool:
-        """Whether this is the last stage."""
-        return self.channels.stage == self.channels.num_stages - 1
-
-    @property
     def core(self) -> Core | None:
         """Runs the steps, from the first one to the end of the run."""
         return self._values.core if self._values is not None else None
@@ -572,7 +567,7 @@ class Pipeline:
         plan on the first batch, as the plan decides about recomputation.
 
         Args:
-            batch: as for :meth:`training_step`, as are the others.
+            batch: the whole batch.
             step: runs the user's ``training_step``.
             step_number: counts batches over the whole run.
         """

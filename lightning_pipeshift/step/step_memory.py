@@ -83,7 +83,7 @@ class StepMemory:
             holdings: the parameters and buffers of this stage.
             optimizers: those of the run.
             on_their_way: the layers that come to this stage or leave it while steps run.
-            held_twice: as :attr:`Changes.held_twice`.
+            held_twice: as :attr:`Requests.held_twice`.
         """
         memory = self.memory
         if memory is None:

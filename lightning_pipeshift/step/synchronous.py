@@ -78,7 +78,7 @@ class SynchronousPipeline(Pipeline):
     @purpose("a training step")
     def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step, forwards and backwards, and saves its gradients for
-        :meth:`Strategy.backward`.
+        ``Strategy.backward``.
 
         Args:
             given: the batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -110,8 +110,8 @@ class ValueSteps:
                 if len(holdings.holders_of(use.parameter)) > 1:
                     core.written.add(use.parameter)
         self._place_trained()
-        self._placed = core.placed()
-        self._placed.__enter__()
+        self._placed = ExitStack()
+        self._placed.enter_context(core.placed())
         holdings.is_common = lambda buffer: buffer not in core.parameter_owners
         holdings.gradients.sums_shared = not updates_apart
         self.gathering = Gathering(root, core, channels, self.share, self.meets)
@@ -318,7 +318,7 @@ class ValueSteps:
 
     def release(self) -> None:
         """Runs no more operations on values: at the end of the run, or after an error."""
-        self._placed.__exit__(None, None, None)
+        self._placed.close()
         if self._between is not None:
             self._between.release()
             self._between = None
@@ -326,13 +326,8 @@ class ValueSteps:
 
     def close(self) -> None:
         """Ends the connection to the other stages' cores."""
-        self._notes.core = None
+        self._notes.core, self._notes.waits_for = None, lambda: None
         self.core.mailbox.close()
-
-
-def plain_backward() -> AbstractContextManager[None]:
-    """Context of a backward that Lightning runs, on a single device."""
-    return run_by(None)
 
 
 def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:

@@ -189,6 +189,8 @@ class Arguments:
             return key
         if isinstance(x, np.number):
             self._note_number(x)
+            is_free = isinstance(x, np.floating) and not self._exact and x not in (0.0, 1.0)
+            return (type(x), None if is_free else x)
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
 
     def _note_number(self, number: Any) -> None:

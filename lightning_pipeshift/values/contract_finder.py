@@ -57,6 +57,8 @@ _IN_C = (
     types.MethodWrapperType,
     types.WrapperDescriptorType,
 )
+# The namespaces of operators of which torch says whether they draw.
+_TORCHS = frozenset({"aten", "prims", "prim"})
 # The two runs with assumed sizes: results that differ depend on values.
 _ASSUMED_SIZES = (1, 3)
 
@@ -169,7 +171,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
-            draws=watch.draws or draws_on_host or not _is_torchs(function),
+            draws=watch.draws or draws_on_host or not _is_torchs(function, args, kwargs),
             draws_on_host=draws_on_host,
         )
 
@@ -185,10 +187,18 @@ class ContractFinder:
         return rooted
 
 
-def _is_torchs(function: Any) -> bool:
-    """Whether a function is torch's own, in Python or in C: it draws on all tensors, or on none."""
-    is_in_c = isinstance(function, _IN_C)
-    return is_in_c or (getattr(function, "__module__", None) or "").startswith("torch.")
+def _is_torchs(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call runs torch's own code only: with these arguments that draws on all tensors, or
+    on none. An operator of a user's own may draw where nobody sees it.
+    """
+    if any(map(callable, pytree.tree_leaves((args, kwargs)))):
+        return False
+    module = getattr(function, "__module__", None) or ""
+    if isinstance(function, _IN_C):
+        return not module or module.startswith("torch")
+    if isinstance(function, types.FunctionType):
+        return module.startswith("torch.")
+    return bool(module == "torch._ops.aten")
 
 
 def _gives_numbers(contract: Contract) -> bool:
@@ -210,7 +220,8 @@ class _Watch(OperationMode):
         self._assumed_size = assumed_size
 
     def operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        is_torchs = func.namespace in _TORCHS
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags or not is_torchs
         if kwargs.get("generator") is not None:
             # One of the layer's own keeps its state.
             kwargs = {**kwargs, "generator": None}

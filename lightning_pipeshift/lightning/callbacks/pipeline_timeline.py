@@ -112,7 +112,8 @@ class PipelineTimeline(Callback):
             # A run's first batch is no usual one: the plan is made, and layers are distributed.
             return
         self._plan = self._plan or pipeline.plan
-        moves = pipeline.changes.next is not None or self._begins_live_move(pipeline)
+        is_live = pipeline.plan.is_asynchronous
+        moves = self._begins_live_move(pipeline) if is_live else pipeline.changes.next is not None
         if not moves and step % self.every_n_steps:
             return
         device = pipeline.channels.device
@@ -125,7 +126,7 @@ class PipelineTimeline(Callback):
 
     def _begins_live_move(self, pipeline: Any) -> bool:
         """Whether layers of an asynchronous pipeline have begun to move: the same on every rank."""
-        live = getattr(pipeline, "live_migration", None)
+        live = pipeline.live_migration
         is_new, self._live = live is not None and live is not self._live, live
         return is_new
 

@@ -1,10 +1,10 @@
 """Random streams that do not depend on the stage of a layer.
 
 All random numbers of a step come from a stream for each (seed, purpose, step, microbatch, virtual
-machine) and call of a layer, or operation on values; the rest of the user's step, which runs on
-every stage, has one of its own. So a mask drawn in ``training_step`` is the same on all stages, and
-dropout is the same on every split and across every migration. This covers torch on the CPU and on
-the stage's device, NumPy and Python's ``random``.
+machine) and call of a layer, or operation on values that may draw; the rest of the user's step,
+which runs on every stage, has one of its own. So a mask drawn in ``training_step`` is the same on
+all stages, and dropout is the same on every split and across every migration. This covers torch on
+the CPU and on the stage's device, NumPy and Python's ``random``.
 """
 
 from __future__ import annotations

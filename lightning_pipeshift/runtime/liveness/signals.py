@@ -47,7 +47,9 @@ class SignalWatch:
 
     def end_in_order(self) -> None:
         """Called when all ranks know that the run ends because of a SIGTERM."""
-        self.number, self._ends_in_order = None, True
+        # In this order: another signal may be heard meanwhile.
+        self._ends_in_order = True
+        self.number = None
 
     def hear(self, number: int, now: float) -> bool:
         """Notes a signal; returns whether it is one to look after, and the first.

@@ -34,6 +34,20 @@ def dropped_by_user(x: Tensor) -> Tensor:
     return x
 
 
+@torch.library.custom_op("pipeshift_tests::drop", mutates_args=())
+def drop(x: Tensor) -> Tensor:
+    return x * (torch.rand_like(x) > 0.5)
+
+
+@drop.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def distance(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).norm(dim=-1)
+
+
 @pytest.mark.parametrize(
     ("function", "others", "draws"),
     [
@@ -49,6 +63,10 @@ def dropped_by_user(x: Tensor) -> Tensor:
         (functional.gumbel_softmax, (), True),
         # What user code does on other values no one knows.
         (dropped_by_user, (), True),
+        (drop, (), True),
+        (torch.ops.pipeshift_tests.drop, (), True),
+        (torch.ops.pipeshift_tests.drop.default, (), True),
+        (torch.ops.aten.mul.Tensor, (2.0,), False),
     ],
 )
 def test_whether_an_operation_draws(function: Any, others: tuple[Any, ...], draws: bool) -> None:
@@ -56,3 +74,13 @@ def test_whether_an_operation_draws(function: Any, others: tuple[Any, ...], draw
     contract = finder.find(function, (torch.rand(3, 4), *others), {})
     assert contract is not None
     assert contract.draws is draws
+
+
+def test_a_function_that_gets_a_users_function_may_draw() -> None:
+    finder, x = ContractFinder(torch.device("cpu")), torch.rand(3, 4)
+    for options, draws in (({}, False), ({"distance_function": distance}, True)):
+        contract = finder.find(
+            functional.triplet_margin_with_distance_loss, (x, x, x), dict(options)
+        )
+        assert contract is not None
+        assert contract.draws is draws
