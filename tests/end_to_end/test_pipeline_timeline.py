@@ -204,7 +204,10 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
             else:
                 rows = [[str(a) for a in row] for row in schedule_named(name)(2, 4)]
                 require_same_actions(actions(recording), rows)
-        if not name.startswith("async"):
+        if name.startswith("async"):
+            # The layer begins to move before batch 7; it is recorded once.
+            assert sorted(found) == [4, 7]
+        else:
             # The layer moves with batch 6, which is recorded for that reason.
             assert sorted(found) == [4, 6, 8]
             before, after = (Plan.from_json(found[n].plan).placement.counts for n in (4, 6))
