@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipeshift.compat.lightning_private import datamodule_of
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import ConfigurationError, some_of
-from lightning_pipeshift.lightning.steps import runs_whole_steps
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.planning.make_plan import Settings
@@ -38,7 +37,7 @@ def check_run(module: pl.LightningModule, settings: Settings, topology: Topology
     """Raises ConfigurationError for a module or settings of which no pipeline can be made."""
     if not module.automatic_optimization:
         _check_manual(settings, topology.num_virtual_machines)
-    elif not runs_whole_steps(settings, topology):
+    elif not settings.leaves_steps_whole(topology.stages_per_vm):
         _check_automatic(module)
     check_shares(settings.batch_shares, topology.num_virtual_machines)
 
@@ -82,7 +81,7 @@ def check_optimizers(
             " losses need alternating steps (a GAN), set `automatic_optimization = False`, and call"
             " `manual_backward` and the optimizers in `training_step`."
         )
-    is_plain = runs_whole_steps(settings, topology)
+    is_plain = settings.leaves_steps_whole(topology.stages_per_vm)
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
             raise ConfigurationError(

@@ -20,7 +20,7 @@ from lightning_pipeshift.lightning.interruptions import Interruptions
 from lightning_pipeshift.lightning.metric_sync import MetricSync, silence_advice_to_synchronise
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
-from lightning_pipeshift.lightning.steps import StepContext, runs_whole_steps
+from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
@@ -79,7 +79,7 @@ class Run:
         requests = ControlFiles()
         make_pipeline: type[Pipeline] = SynchronousPipeline
         make_training: Any = TrainingSteps
-        if settings.is_asynchronous and not runs_whole_steps(settings, topology):
+        if settings.is_asynchronous and not settings.leaves_steps_whole(topology.stages_per_vm):
             make_pipeline, make_training = AsynchronousPipeline, AsynchronousTraining
         pipeline = make_pipeline(
             root=module,

@@ -17,8 +17,6 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.lightning.metric_sync import MetricSync
 from lightning_pipeshift.model.user_state.logs import LogRecorder
-from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.runtime.planning.make_plan import Settings
 
 
 class StepContext:
@@ -114,8 +112,3 @@ def accumulation_of(trainer: pl.Trainer) -> dict[str, Any]:
         if isinstance(callback, GradientAccumulationScheduler):
             numbers |= set(callback.scheduling.values())
     return {"num_accumulated": min(numbers), "accumulates": max(numbers) > 1}
-
-
-def runs_whole_steps(settings: Settings, topology: Topology) -> bool:
-    """Whether one device runs the user's own steps, each on a whole batch."""
-    return topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)

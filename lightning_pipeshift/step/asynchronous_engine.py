@@ -40,7 +40,7 @@ class AsynchronousEngine(Engine):
         """
         stage = self._core.stage
         for one in begun:
-            first, end, where = one.gradients_to_later or (0, 0, "")
+            first, end, where = one.graphs.to_later or (0, 0, "")
             if first <= stage < min(end, key.source):
                 raise LayerError(
                     f"`{place.label}` ({place.line}) at stage {stage} needs what stage"

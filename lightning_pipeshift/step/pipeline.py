@@ -572,7 +572,7 @@ class Pipeline:
             step_number: counts batches over the whole run.
         """
         stages_per_vm = self.replicas.topology.stages_per_vm
-        if not (self.is_by_itself and self.settings.leaves_steps_whole(stages_per_vm)):
+        if not self.settings.leaves_steps_whole(stages_per_vm):
             return False
         self._prepare(self._key("train", step_number, 0), step, batch)
         return not self.plan.recomputed(self.vm) and self.changes.last is None

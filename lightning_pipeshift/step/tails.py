@@ -158,8 +158,8 @@ class Tails:
         self._num_watched += self._has_read
         if core.switched:
             self._hinder("freezes or thaws parameters", "Do it between steps")
-        for number, state in enumerate(core.states):
-            if state:
+        for number, layer in enumerate(core.placed_layers):
+            if state := layer.state:
                 name = f"{core.names[number]}.{state[0].path}.{state[0].name}".replace("..", ".")
                 self._hinder(f"runs a layer that changes its attribute `{name}`", "Return it")
         if self._has_read and self._hindrance[0]:
@@ -266,7 +266,7 @@ class Tails:
         """The running step calls a layer."""
         core = self._core
         name = core.names[number]
-        if any(is_heard(module) for _, module in core.modules[number]):
+        if any(is_heard(module) for _, module in core.placed_layers[number].modules):
             self._call_hooks(f"layer `{name}`")
         self.use(f"layer {name}", bool(core.buffers[number]))
 

@@ -282,9 +282,9 @@ class ValueSteps:
     def match_replaced_buffers(self) -> None:
         """Gives the buffers that a layer has replaced to all stages: only its owner got them."""
         core, stage = self.core, self._channels.stage
-        for number, layer in enumerate(core.layers):
+        for number, (layer, placed) in enumerate(zip(core.layers, core.placed_layers, strict=True)):
             owner = core.owners(number, 0)
-            mine = {each: each.get(layer) for each in core.states[number] if each.is_buffer}
+            mine = {each: each.get(layer) for each in placed.state if each.is_buffer}
             if mine:
                 found = self.share(to_host(mine) if owner == stage else None, owner)
                 for attribute, buffer in to_device(found, self._channels.device).items():

@@ -23,7 +23,7 @@ from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.interception import data_intercepted, functions_intercepted
 from lightning_pipeshift.values.known_calls import KnownCalls
-from lightning_pipeshift.values.layer_state import Attribute, shared_buffers
+from lightning_pipeshift.values.layer_state import shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.placed_layer import PlacedLayer
 from lightning_pipeshift.values.program import DIGEST_MASK
@@ -72,7 +72,6 @@ class Core:
         self.known = KnownCalls(self.placed_layers)
         self.parameters = [layer.parameters for layer in self.placed_layers]
         self.buffers = [layer.buffers for layer in self.placed_layers]
-        self.modules = [layer.modules for layer in self.placed_layers]
         self.switched: dict[Tensor, bool] = {}
         """The parameters that steps of this run have frozen or thawed, and whether they were
         trained before."""
@@ -205,11 +204,6 @@ class Core:
     def kinds(self) -> list[int]:
         """The number of each layer's kind, when it was called last."""
         return [layer.kind for layer in self.placed_layers]
-
-    @property
-    def states(self) -> list[list[Attribute]]:
-        """The attributes that each layer changes when it is called, as far as they are known."""
-        return [layer.state for layer in self.placed_layers]
 
     @contextmanager
     def placed(self) -> Iterator[None]:

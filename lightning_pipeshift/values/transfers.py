@@ -99,11 +99,6 @@ class Transfers(NotedProgram):
 
     # --- graphs ---
 
-    @property
-    def gradients_to_later(self) -> tuple[int, int, str] | None:
-        """See :attr:`Graphs.to_later`."""
-        return self.graphs.to_later
-
     def graph_of(self, loss: Any) -> Graph | None:
         """Returns the graph of a loss; ``None`` if no gradient connects it with a value."""
         if type(loss) not in PLACED:

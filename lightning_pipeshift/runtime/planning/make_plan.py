@@ -70,9 +70,10 @@ class Settings(Options):
         )
 
     def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
-        """Whether a single device runs the user's steps without additions."""
+        """Whether there is a single device, which runs the user's steps without additions."""
         return (
-            self.num_microbatches(stages_per_vm) == 1
+            sum(stages_per_vm) == 1
+            and self.num_microbatches(stages_per_vm) == 1
             and self.schedule != "async-2bw"
             and self.recompute != "full"
             and self.memory is None
