@@ -406,8 +406,8 @@ def reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
         f"(a gradient, a copy, a norm): it is on {_stages(names)}, and this stage has its shape "
         "and type only. Read it in `training_step`, `validation_step` or "
         "`on_before_optimizer_step`, where every stage gets the value; or compute with it and keep "
-        f"the result, which is on that stage too, and is saved from there; or skip it if `tensor.is_meta`. {_NORMS} After the run every rank has "
-        "all values."
+        "the result, which is on that stage too, and is saved from there; or skip it if "
+        f"`tensor.is_meta`. {_NORMS} After the run every rank has all values."
     )
 
 
