@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError, some_of
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer

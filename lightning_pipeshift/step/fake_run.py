@@ -20,6 +20,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.module_private import (
+    without_compiling,
+)
 from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     FakeTensor,
@@ -28,7 +31,6 @@ from lightning_pipeshift.compat.torch_private import (
     dispatch_modes_disabled,
     pytree,
     storage_key_of,
-    without_compiling,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.execution.effects import EffectError, effects_allowed, no_effects

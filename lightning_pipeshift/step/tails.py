@@ -31,7 +31,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import FORWARD_HOOKS
+from lightning_pipeshift.compat.module_private import (
+    FORWARD_HOOKS,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.step.outside_state import (
     LIBRARIES,

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError, PipeShiftError
 from lightning_pipeshift.values.graphs import Graph
 from lightning_pipeshift.values.value import PLACED, Value, run_by, user_line

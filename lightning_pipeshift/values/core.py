@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     BackwardHook,
+)
+from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     storage_key_of,
     without_torch_function_of_subclasses,

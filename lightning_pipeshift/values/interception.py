@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     BackwardHook,
-    apply_function,
     backward_hooks_by,
+)
+from lightning_pipeshift.compat.torch_private import (
+    apply_function,
     checkpointing_by,
 )
 from lightning_pipeshift.errors import LayerError

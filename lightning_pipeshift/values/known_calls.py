@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.layer_contracts import (
     fake_copy,

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     BackwardHook,
     has_compiled,
     with_compiling,
+)
+from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError

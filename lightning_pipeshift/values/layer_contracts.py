@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     MAKES_WEIGHTS,
     BackwardHook,
     buffers_of,
@@ -25,6 +25,8 @@ from lightning_pipeshift.compat.torch_private import (
     parameters_of,
     renew_weak_references,
     set_hook_tables,
+)
+from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError

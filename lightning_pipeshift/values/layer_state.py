@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     COMPILED_CALL,
     COMPILER_OF,
     FLAT_WEIGHTS,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.backward import gradients_of

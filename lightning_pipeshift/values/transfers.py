@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory

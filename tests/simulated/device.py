@@ -54,6 +54,7 @@ _NOT_ASKING = (
     "/torch/",
     "/contextlib",
     "/tests/simulated/",
+    "/compat/module_private.py",
     "/compat/torch_private.py",
 )
 

@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     MODULE_TABLES,
+)
+from lightning_pipeshift.compat.torch_private import (
     pytree,
     storage_key_of,
     version_of,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     Loss,
     forward_hooks_of,
     has_backward_hooks,

@@ -9,13 +9,15 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     COMPILED_CALL,
     MAKES_WEIGHTS,
     forward_pre_hooks,
     has_backward_hooks,
     is_compiled,
     plain_call,
+)
+from lightning_pipeshift.compat.torch_private import (
     without_torch_function,
 )
 from lightning_pipeshift.model.execution.trees import leaves_of

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     NormBase,
     compiled_in,
+)
+from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_dispatch,
 )

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import num_other_uses
+from lightning_pipeshift.compat.torch_private import (
+    num_other_uses,
+)
 from lightning_pipeshift.model.execution.transfer import Fetch
 from lightning_pipeshift.runtime.comm.messages import MOST_DIMS, Key, Kind, Place, packed
 

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import counted_writes
+from lightning_pipeshift.compat.torch_private import (
+    counted_writes,
+)
 from lightning_pipeshift.runtime.comm.messages import Key
 
 KEPT_RUNS = 1

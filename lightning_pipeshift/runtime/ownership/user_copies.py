@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.lightning_names import trainer_of
-from lightning_pipeshift.compat.torch_private import (
+from lightning_pipeshift.compat.module_private import (
     MODULE_TABLES,
     buffers_of,
     modules_of,

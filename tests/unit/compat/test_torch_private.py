@@ -1,4 +1,4 @@
-"""Each name of ``compat.torch_private`` exists, and does what the package relies on."""
+"""Each private name of torch exists, and does what the package relies on."""
 
 import copy
 from collections import OrderedDict, namedtuple
@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from lightning_pipeshift.compat import module_private
 from lightning_pipeshift.compat import torch_private as compat
 
 META = torch.device("meta")
@@ -317,44 +318,44 @@ class Module(nn.Module):
 
 def test_the_tables_of_a_module_are_the_ones_it_uses() -> None:
     module = Module()
-    assert list(compat.parameters_of(module)) == ["weight", "none"]
-    assert list(compat.buffers_of(module)) == ["kept", "left_out", "empty"]
-    assert list(compat.modules_of(module)) == ["inner"]
+    assert list(module_private.parameters_of(module)) == ["weight", "none"]
+    assert list(module_private.buffers_of(module)) == ["kept", "left_out", "empty"]
+    assert list(module_private.modules_of(module)) == ["inner"]
     fresh = torch.ones(3)
-    compat.buffers_of(module)["kept"] = fresh
+    module_private.buffers_of(module)["kept"] = fresh
     assert module.kept is fresh
     # Any tensor can stand in for a parameter here.
-    compat.parameters_of(module)["weight"] = fresh  # type: ignore[assignment]
+    module_private.parameters_of(module)["weight"] = fresh  # type: ignore[assignment]
     assert module.weight is fresh
-    assert vars(module).keys() >= compat.MODULE_TABLES
+    assert vars(module).keys() >= module_private.MODULE_TABLES
     tables = [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
-    assert tables[0] is compat.parameters_of(module)
-    assert tables[1] is compat.buffers_of(module)
-    assert tables[2] is compat.modules_of(module)
+    assert tables[0] is module_private.parameters_of(module)
+    assert tables[1] is module_private.buffers_of(module)
+    assert tables[2] is module_private.modules_of(module)
 
 
 def test_persistent_buffers_are_those_of_the_state_dict() -> None:
     module = Module()
-    found = dict(compat.persistent_buffers(module))
+    found = dict(module_private.persistent_buffers(module))
     assert list(found) == ["kept", "empty"]
-    in_state = module.state_dict().keys() & compat.buffers_of(module).keys()
+    in_state = module.state_dict().keys() & module_private.buffers_of(module).keys()
     assert in_state == {name for name, buffer in found.items() if buffer is not None}
 
 
 def test_forward_hooks_are_seen() -> None:
     module = nn.Identity()
     handle = module.register_forward_hook(print)
-    assert compat.forward_hooks_of(module) == {handle.id: print}
+    assert module_private.forward_hooks_of(module) == {handle.id: print}
 
 
 def test_state_dicts_pass_their_metadata_on() -> None:
     state = nn.BatchNorm1d(2).state_dict()
     target: Any = OrderedDict(state)
-    compat.copy_metadata(state, target)
+    module_private.copy_metadata(state, target)
     assert target._metadata is state._metadata  # type: ignore[attr-defined]
     assert target._metadata[""]["version"] == 2
     plain: Any = OrderedDict()
-    compat.copy_metadata({}, plain)
+    module_private.copy_metadata({}, plain)
     assert not hasattr(plain, "_metadata")
 
 
@@ -367,21 +368,21 @@ def test_a_recurrent_module_can_be_swapped_without_its_weak_references() -> None
     fresh = [nn.Parameter(copy.deepcopy(p.data)) for p in module.parameters()]
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(next(module.parameters()), fresh[0])
-    compat.drop_weak_references(module)
+    module_private.drop_weak_references(module)
     for parameter, other in zip(module.parameters(), fresh, strict=True):
         torch.utils.swap_tensors(parameter, other)
-    compat.make_weak_references(module)
+    module_private.make_weak_references(module)
     assert torch.equal(module(batch)[0], before)
     assert torch.equal(module(pack_padded_sequence(batch, torch.tensor([4])))[0].data, before[:, 0])
 
 
 def test_base_classes_cover_the_public_ones() -> None:
     for kind in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm2d):
-        assert issubclass(kind, compat.NormBase)
-    assert not issubclass(nn.LayerNorm, compat.NormBase)
+        assert issubclass(kind, module_private.NormBase)
+    assert not issubclass(nn.LayerNorm, module_private.NormBase)
     assert nn.BatchNorm1d(2).track_running_stats
     for loss in (nn.MSELoss, nn.CrossEntropyLoss, nn.TripletMarginLoss, nn.GaussianNLLLoss):
-        assert issubclass(loss, compat.Loss)
+        assert issubclass(loss, module_private.Loss)
 
 
 def test_trunc_normal_draws_with_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +427,7 @@ def test_compiled_modules_are_found_with_all_that_is_inside_of_them() -> None:
     root = nn.ModuleList(nn.Sequential(each) for each in inner)
     root[0] = cast(nn.Module, torch.compile(root[0], backend="eager"))
     root[1].compile(backend="eager")
-    found = compat.compiled_in(root)
+    found = module_private.compiled_in(root)
     assert {id(each) for each in inner if each in found} == {id(inner[0]), id(inner[1])}
     assert root[0] in found
     assert root[1] in found
@@ -461,10 +462,10 @@ def test_what_is_put_around_a_module_for_its_backward_hooks_can_be_replaced() ->
 
     def make(*args: Any) -> Any:
         seen.append("made")
-        return compat.BackwardHook(*args)
+        return module_private.BackwardHook(*args)
 
     x = torch.ones(1, 2, requires_grad=True)
-    with compat.backward_hooks_by(make):
+    with module_private.backward_hooks_by(make):
         module(x).sum().backward()
     module(x).sum().backward()
     assert seen == ["made", "called", "called"]
