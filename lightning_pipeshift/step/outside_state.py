@@ -11,7 +11,6 @@ names it has, and those that these have.
 from __future__ import annotations
 
 import asyncio
-import dis
 import os
 import sys
 import types
@@ -26,19 +25,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.step.code_names import (
+    Names,
+    by_name,
+    functions_in,
+    is_user_code,
+    modules_of_stack,
+    names_from,
+    names_of,
+    reached,
+    stack,
+    with_called,
+)
 from lightning_pipeshift.values.value import Value, version_in
 
 # What is beyond that in an object is not compared.
 _MOST_CONTENTS = 10_000
-LIBRARIES = frozenset(
-    {"lightning", "lightning_fabric", "lightning_pipeshift", "logging", "pytorch_lightning"}
-    | {"torch"}
-)
-_INSTALLED = tuple({os.path.dirname(os.__file__), *(x for x in sys.path if "-packages" in x)})
 _CALLED = frozenset({"forward", "__call__", "__getattr__", "__getitem__", "__setitem__"}) | {
     f"__{name}__" for name in ("iter", "next", "len", "bool", "enter", "exit", "contains", "iadd")
 }
-_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 _ABSENT = object()
 
 
@@ -73,7 +78,6 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
 # What a step sets of the Trainer that holds behind the batch only.
 _OF_THE_END = frozenset(["should_stop"])
 _PLAIN = (int, float, str, bytes, complex, type(None))
-Names = frozenset[str]
 
 
 def remedy(what: str) -> str:
@@ -118,23 +122,23 @@ class OutsideState:
 
     def note_read(self) -> None:
         """Called in a read: finds what may be used on both sides of it."""
-        stack, modules = tuple(_stack()), set(_modules_of_stack())
-        if stack in self._seen:
+        frames, modules = tuple(stack()), set(modules_of_stack())
+        if frames in self._seen:
             return
-        self._seen.add(stack)
+        self._seen.add(frames)
         spaces = self._spaces(modules)
-        by_name = _by_name(spaces.values())
+        known = by_name(spaces.values())
         called = (x for cls in self._classes for name, x in vars(cls).items() if name in _CALLED)
-        any_time = [names_of(function.__code__) for x in called for function in _functions_in(x)]
+        any_time = [names_of(function.__code__) for x in called for function in functions_in(x)]
         sides: list[set[str]] = []
         for is_later in (False, True):
-            codes = [_names_from(code, offset, is_later) for code, offset in stack]
-            sides.append(_with_called(set().union(*codes, *any_time), by_name))
+            codes = [names_from(code, offset, is_later) for code, offset in frames]
+            sides.append(with_called(set().union(*codes, *any_time), known))
         new = sides[0].intersection(sides[1]).difference(self._names, _OF_THE_END)
         self._names |= new
         if not new:
             return
-        for what, find in _named(new, spaces, [code for code, _ in stack]):
+        for what, find in _named(new, spaces, [code for code, _ in frames]):
             if what in self._found:
                 continue
             content = self._found[what] = _Content(find, self._is_fixed)
@@ -170,7 +174,7 @@ class OutsideState:
         classes = dict(self._classes)
         spaces: dict[str, Mapping[str, Any]] = {}
         begins = {*modules, *(cls.__module__ for cls in (*classes, *self._in_layers))}
-        for name in sorted(_reached(begins)):
+        for name in sorted(reached(begins)):
             space = vars(sys.modules[name])
             spaces[f"of `{name}`"] = space
             classes.update((x, None) for x in list(space.values()) if self._is_used(x))
@@ -286,99 +290,6 @@ def _settings() -> dict[str, Any]:
 # --- names ---
 
 
-@cache
-def is_user_code(module: str) -> bool:
-    """Whether a module of Python, by its name, is user code: neither installed nor ours."""
-    if module.partition(".")[0] in LIBRARIES:
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if not isinstance(file, str):
-        # Of a notebook, say.
-        return module == "__main__"
-    return not file.startswith(_INSTALLED)
-
-
-def _stack() -> Iterator[tuple[types.CodeType, int]]:
-    """The user code that runs now: its code, and at which instruction."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if is_user_code(frame.f_globals.get("__name__", "")):
-            yield frame.f_code, frame.f_lasti
-        frame = frame.f_back
-
-
-def _modules_of_stack() -> Iterator[str]:
-    """The modules of Python whose code runs now."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        yield frame.f_globals.get("__name__", "")
-        frame = frame.f_back
-
-
-def _reached(begins: Iterable[str]) -> set[str]:
-    """The modules of user code that code of others can get to: by what these have, and by imports
-    inside of functions. So what else the process has loaded does not count.
-    """
-    by_last: dict[str, list[str]] = {}
-    for name in list(sys.modules):
-        if is_user_code(name):
-            by_last.setdefault(name.rpartition(".")[2], []).append(name)
-    found: set[str] = set()
-    todo = list(begins)
-    while todo:
-        name = todo.pop()
-        module = sys.modules.get(name)
-        if name in found or not isinstance(module, types.ModuleType) or not is_user_code(name):
-            continue
-        found.add(name)
-        for x in list(vars(module).values()):
-            if isinstance(x, types.ModuleType):
-                todo.append(x.__name__)
-                continue
-            is_named = isinstance(x, type | types.FunctionType)
-            todo.append((x if is_named else type(x)).__module__)
-            parts = list(vars(x).values()) if isinstance(x, type) else [x]
-            for function in (each for part in parts for each in _functions_in(part)):
-                for each in _imports_of(function.__code__):
-                    # An import may be relative: then the name is only the end of the module's.
-                    package = [name.rpartition(".")[0]]
-                    todo += by_last.get(each.rpartition(".")[2], ()) if each else package
-    return found
-
-
-def _by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What each name stands for."""
-    found: dict[str, list[Any]] = {}
-    for space in spaces:
-        for name, x in list(space.items()):
-            found.setdefault(name, []).append(x)
-    return found
-
-
-def _functions_in(x: Any) -> Iterator[types.FunctionType]:
-    """The functions of user code that something in a class or a module stands for."""
-    if isinstance(x, type):
-        x = vars(x).get("__init__") if is_user_code(x.__module__) else None
-    if isinstance(x, types.FunctionType) and is_user_code(x.__module__):
-        yield x
-    for name in ("fget", "fset", "__func__", "__wrapped__", "func"):
-        inner = vars(x).get(name) if isinstance(x, types.FunctionType) else getattr(x, name, None)
-        if isinstance(inner, types.FunctionType):
-            yield from _functions_in(inner)
-
-
-def _with_called(names: set[str], by_name: Mapping[str, list[Any]]) -> set[str]:
-    """Names, with those in all functions and methods of these names."""
-    found, todo = set(names), list(names)
-    while todo:
-        for x in by_name.get(todo.pop(), ()):
-            for function in _functions_in(x):
-                new = names_of(function.__code__) - found
-                found |= new
-                todo += new
-    return found
-
-
 def _named(
     names: set[str], spaces: Mapping[str, Mapping[str, Any]], codes: Iterable[types.CodeType]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -386,7 +297,7 @@ def _named(
     running = set(codes)
     for where, space in spaces.items():
         for name, x in list(space.items()):
-            for function in _functions_in(x):
+            for function in functions_in(x):
                 code, cells = function.__code__, function.__closure__ or ()
                 if name in names or code in running:
                     for variable, cell in zip(code.co_freevars, cells, strict=True):
@@ -403,57 +314,3 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return _ABSENT
-
-
-@cache
-def _imports_of(code: types.CodeType) -> Names:
-    """The modules that code imports when it runs; "" for its own package."""
-    found = {x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"}
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            found |= _imports_of(each)
-    return frozenset(found)
-
-
-@cache
-def names_of(code: types.CodeType) -> Names:
-    """The names in code: of globals, attributes, variables of enclosing functions, and texts that
-    may be names.
-    """
-    found = {*code.co_names, *code.co_freevars}
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            found |= names_of(each)
-        elif isinstance(each, str) and each.isidentifier():
-            found.add(each)
-    return frozenset(found)
-
-
-@cache
-def _names_from(code: types.CodeType, offset: int, is_later: bool) -> Names:
-    """:func:`names_of` the instructions behind the begin of a statement, or up to its end."""
-    instructions = list(dis.get_instructions(code))
-    later = instructions_from(code, offset)
-    if len(later) == len(instructions):
-        return names_of(code)
-    chosen = later if is_later else [x for x in instructions if x.offset <= offset]
-    found: set[str] = set()
-    for one in chosen:
-        if isinstance(one.argval, str) and one.argval.isidentifier():
-            found.add(one.argval)
-        elif isinstance(one.argval, types.CodeType):
-            found |= names_of(one.argval)
-    return frozenset(found)
-
-
-@cache
-def instructions_from(code: types.CodeType, offset: int) -> list[dis.Instruction]:
-    """The instructions from the begin of a statement on, given the offset of one in it: what it
-    calls at its end is got first. All of them if they lead back.
-    """
-    instructions = list(dis.get_instructions(code))
-    ends = ("STORE_", "POP_", "RESUME")
-    begins = [x.offset for x in instructions if x.offset < offset and x.opname.startswith(ends)]
-    later = [x for x in instructions if x.offset > max(begins, default=-1)]
-    leads_back = any(x.opcode in _JUMPS and x.argval < x.offset for x in later)
-    return instructions if leads_back else later

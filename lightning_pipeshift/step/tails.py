@@ -35,12 +35,8 @@ from lightning_pipeshift.compat.module_private import (
     FORWARD_HOOKS,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.step.outside_state import (
-    LIBRARIES,
-    OutsideState,
-    instructions_from,
-    remedy,
-)
+from lightning_pipeshift.step.code_names import LIBRARIES, instructions_from
+from lightning_pipeshift.step.outside_state import OutsideState, remedy
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.layer_contracts import is_heard, makes_weights
 from lightning_pipeshift.values.layer_state import NO_STATE
