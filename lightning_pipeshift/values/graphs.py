@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.calls import Call
 
 
+ToLater = tuple[int, int, str]
+"""The first stage that sends a gradient to a later stage, the last stage that receives such a
+gradient, and the operation or layer that uses the value there."""
+
+
 class Graph:
     """Values that are connected by their gradients: what one backward goes through, and uses up.
     Every stage has the same graphs; here is what this stage has of one.
@@ -36,6 +41,7 @@ class Graph:
         "has_links",
         "is_used",
         "step",
+        "to_later",
         "tokens",
         "used_at",
     )
@@ -48,6 +54,8 @@ class Graph:
         """Whether any stage has links in it."""
         self.is_used = bool(used_at)
         """Whether a backward has gone through it, or its step is over."""
+        self.to_later: ToLater | None = None
+        """Of its gradients, those that an earlier stage sends to a later one."""
         self._latest: tuple[int, Way | None] = -1, None
         self._into: Graph | None = None
 
@@ -86,6 +94,7 @@ class Graph:
             return one
         other._into = one
         one.has_links |= other.has_links
+        one.to_later = _both(one.to_later, other.to_later)
         one.tokens += other.tokens
         other.tokens.clear()
         # The backward runs the latest link first.
@@ -113,9 +122,18 @@ class Graphs:
         """The leaf tensor at the beginning of each chain of links."""
         self.entered: Graph | None = None
         """That of the common tensors whose gradient the present call needs."""
-        self.to_later: tuple[int, int, str] | None = None
-        """The first stage that sends a gradient to a later stage, the last stage that receives such
-        a gradient, and the operation or layer that uses the value there."""
+
+    @property
+    def to_later(self) -> ToLater | None:
+        """Of the gradients that are still to come, those that an earlier stage sends to a later
+        one.
+        """
+        found: ToLater | None = None
+        for each in self._graphs:
+            graph = each()
+            if graph is not None and not graph.whole.is_used:
+                found = _both(found, graph.whole.to_later)
+        return found
 
     def release(self) -> None:
         """Lets go of all tensors."""
@@ -180,13 +198,10 @@ class Graphs:
             label: of what uses the value.
         """
         graph.has_links = True
-        if source >= last:
-            return
-        first, end, where = self.to_later or (last, source, "")
-        if source < first or last > end:
-            # Only then: to find the user's line takes time.
-            where = f"`{label}` ({user_line()})"
-        self.to_later = min(first, source), max(end, last), where
+        known = graph.to_later
+        # Only then: to find the user's line takes time.
+        if source < last and (known is None or source < known[0] or last > known[1]):
+            graph.to_later = _both((source, last, f"`{label}` ({user_line()})"), known)
 
     def token_of(self, graph: Graph) -> Tensor:
         """Returns the token that the graph's next link takes as its input."""
@@ -201,3 +216,9 @@ class Graphs:
         for all. Else a backward for some of them would leave out what leads to other stages.
         """
         return only if only is None or self._token is None else [*only, self._token]
+
+
+def _both(one: ToLater | None, other: ToLater | None) -> ToLater | None:
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1]), one[2]

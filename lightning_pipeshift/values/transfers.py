@@ -124,7 +124,6 @@ class Transfers(NotedProgram):
             graphs: the graphs.
             is_kept: whether another one may follow.
         """
-        self.graphs.to_later = None
         self._num_backwards += 1
         if not is_kept:
             for graph in graphs:

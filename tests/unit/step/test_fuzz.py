@@ -127,6 +127,23 @@ def test_what_the_fuzzer_found(name: str) -> None:
         assert outcome.kind == "same", f"{outcome.reason}\n{outcome.text}"
 
 
+def test_a_gradient_to_a_later_stage_is_known_behind_another_backward() -> None:
+    # The stages would wait for each other without an end.
+    given = program(
+        "x = self.layers[0](x0)",
+        "y = self.layers[1](x)",
+        "z = y.detach().requires_grad_()",
+        "slope = torch.autograd.grad(self.layers[2](z).pow(2).sum(), z)[0]",
+        "return self.layers[0](y + slope).pow(2).mean()",
+        layers="Linear Linear Act",
+        owners=(1, 0, 0),
+        rows=(2, 2, 2),
+    )
+    outcome = fuzz_asynchronous.check(given)
+    assert outcome.kind == "refused", outcome.text
+    assert "needs a gradient of stage 0" in outcome.text
+
+
 REFUSED = {
     "a value is written that the way back of an unused value needs": (
         program(
