@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PlanError
-from lightning_pipeshift.lightning import connection
+from lightning_pipeshift.lightning import grouping
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.planning import probe
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -188,12 +188,12 @@ def groups_of(slow: tuple[int, ...]) -> Any:
         seconds = 4.0 if rank in slow else 1.0
         return replace(measure(*given), processor=f"of rank {rank}", best_seconds=seconds)
 
-    vars(connection)["found_here"] = pretended
+    vars(grouping)["found_here"] = pretended
     how = {"devices": 4, "pipeshift": {"virtual_machines": 2, "partition": [2, 3]}}
     trainer = quiet_trainer(how, max_epochs=1)
     trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(2))
     found = trainer.strategy.topology.ranks  # type: ignore[attr-defined]
-    vars(connection)["found_here"] = None  # once is enough
+    vars(grouping)["found_here"] = None  # once is enough
     trainer.validate(ZOO["accuracy"].build(), ZOO["accuracy"].loader(2), verbose=False)
     assert trainer.strategy.topology.ranks == found  # type: ignore[attr-defined]
     return found
