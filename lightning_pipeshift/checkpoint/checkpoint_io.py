@@ -21,14 +21,8 @@ from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.sharded import ShardedFolder, Writing
 from lightning_pipeshift.checkpoint.zip_reader import TorchZipReader, load_file
 from lightning_pipeshift.compat.lightning_private import is_local_path
-from lightning_pipeshift.compat.torch_private import (
-    pytree,
-)
-from lightning_pipeshift.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-)
+from lightning_pipeshift.compat.torch_private import pytree
+from lightning_pipeshift.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_pipeshift.files import remove_leftovers
 from lightning_pipeshift.runtime.comm.staging import Staging
 from lightning_pipeshift.runtime.comm.threads import InOrder

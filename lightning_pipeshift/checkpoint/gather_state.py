@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import (
-    buffers_of,
-)
+from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.user_copies import exchange, nowhere, walk, with_values

@@ -27,9 +27,7 @@ from torch import Tensor
 
 from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.zip_reader import TorchZipReader, load_file
-from lightning_pipeshift.compat.module_private import (
-    copy_metadata,
-)
+from lightning_pipeshift.compat.module_private import copy_metadata
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.files import (
     delete,

@@ -8,10 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    pytree,
-    schema_of,
-)
+from lightning_pipeshift.compat.torch_private import pytree, schema_of
 
 _KERNELS_WITH_HIDDEN_WRITES: Final = {
     "aten::batch_norm_gather_stats",

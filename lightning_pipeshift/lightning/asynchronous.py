@@ -25,9 +25,7 @@ from lightning_pipeshift.compat.lightning_private import (
     step_metrics,
     step_of_loggers,
 )
-from lightning_pipeshift.compat.torch_private import (
-    mark_as_stepped,
-)
+from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
 from lightning_pipeshift.lightning.loop_gradients import LoopGradients, OptimizerStep
 from lightning_pipeshift.lightning.optimizers import (

@@ -21,12 +21,7 @@ from lightning_pipeshift.runtime.comm.backends import backends
 from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
-from lightning_pipeshift.runtime.comm.sockets import (
-    Opened,
-    give_up_after,
-    open_sockets,
-    shut_down,
-)
+from lightning_pipeshift.runtime.comm.sockets import Opened, give_up_after, open_sockets, shut_down
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 
 

@@ -17,10 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    called_before_post_hooks,
-    has_step_hooks,
-)
+from lightning_pipeshift.compat.torch_private import called_before_post_hooks, has_step_hooks
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,

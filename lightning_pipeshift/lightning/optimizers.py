@@ -12,9 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    has_step_hooks,
-)
+from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.model.parameters.optimizer_trial import BY_PARAMETER

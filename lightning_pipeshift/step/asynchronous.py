@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError, some_of
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
@@ -26,9 +24,7 @@ from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
-from lightning_pipeshift.step.checksum import (
-    require_same_end,
-)
+from lightning_pipeshift.step.checksum import require_same_end
 from lightning_pipeshift.step.control_files import Answer
 from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
 from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches

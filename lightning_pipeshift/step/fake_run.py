@@ -20,9 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    without_compiling,
-)
+from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.schema import written_arguments
 from lightning_pipeshift.compat.torch_private import (
     FakeTensor,

@@ -10,13 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import (
-    without_compiling,
-)
+from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.random_private import host_mark
-from lightning_pipeshift.compat.torch_private import (
-    storage_key_of,
-)
+from lightning_pipeshift.compat.torch_private import storage_key_of
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one

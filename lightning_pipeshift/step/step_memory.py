@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import (
-    compiled_in,
-)
+from lightning_pipeshift.compat.module_private import compiled_in
 from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.parameters.uses import ParameterUse, of_one_layer

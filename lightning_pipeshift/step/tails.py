@@ -31,9 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    FORWARD_HOOKS,
-)
+from lightning_pipeshift.compat.module_private import FORWARD_HOOKS
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.step.code_names import LIBRARIES, instructions_from
 from lightning_pipeshift.step.outside_state import OutsideState, remedy

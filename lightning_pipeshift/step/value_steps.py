@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import (
-    without_compiling,
-)
+from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder

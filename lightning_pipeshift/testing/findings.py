@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.arguments import Arguments
 from lightning_pipeshift.values.calls import Call, Calls

@@ -8,13 +8,7 @@ from typing import Final
 from lightning_pipeshift.plan.cost.simulator import Span
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.timeline.recording import (
-    REPORT,
-    Mark,
-    RankRecord,
-    Recording,
-    What,
-)
+from lightning_pipeshift.timeline.recording import REPORT, Mark, RankRecord, Recording, What
 
 
 def expected(plan: Plan, step: int = 0, num_steps: int = 1) -> Recording | None:

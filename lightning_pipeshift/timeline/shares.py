@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.timeline.recording import (
-    REPORT,
-    RankRecord,
-    Recording,
-    What,
-    sender_of,
-)
+from lightning_pipeshift.timeline.recording import REPORT, RankRecord, Recording, What, sender_of
 
 
 @dataclass(frozen=True, slots=True)

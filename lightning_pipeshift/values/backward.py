@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError, PipeShiftError
 from lightning_pipeshift.values.graphs import Graph
 from lightning_pipeshift.values.value import PLACED, Value, run_by, user_line
@@ -97,7 +95,7 @@ def _require_first_order(
 
 
 def _here(program: Microbatch, tensor: Tensor) -> Tensor | None:
-    """Of what needs a gradient: a common tensor, or that of a value or a parameter at its owner."""
+    """The plain tensor on this stage whose gradient is wanted; ``None`` if it is elsewhere."""
     if type(tensor) not in PLACED:
         return tensor if tensor.requires_grad else None
     program.place_parameters([tensor])

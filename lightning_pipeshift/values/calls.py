@@ -15,7 +15,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
-from lightning_pipeshift.values.account import Account, Memory
+from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
 from lightning_pipeshift.values.contract import (
     Contract,
@@ -100,7 +100,7 @@ class CallWatch(Protocol):
 
 
 def described(tensor: Tensor) -> Any:
-    """What of a tensor the shapes of a call's results may depend on."""
+    """The properties of a tensor that the shapes of a call's results may depend on."""
     if type(tensor) is Value:
         return tensor.geometry, tensor.account.requires_grad
     with without_torch_function_of_subclasses():
@@ -108,8 +108,8 @@ def described(tensor: Tensor) -> Any:
 
 
 def modes_of(core: Core) -> tuple[bool, torch.dtype | None]:
-    """What of torch's modes a call's result may depend on: whether gradients are computed, and the
-    type that autocast computes in.
+    """The modes of torch that a call's result may depend on: whether gradients are computed, and
+    the type that autocast computes in.
     """
     kind, is_cast = core.device_kind, torch.is_autocast_enabled(core.device_kind)
     return torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if is_cast else None
@@ -437,7 +437,7 @@ class Calls(Transfers):
             self._note_living(tensor)
             return
         spec = spec_of(tensor)
-        account = self.new_account(stage, spec.requires_grad, None, Memory())
+        account = self.new_account(stage, spec.requires_grad, None)
         value = Value(spec, self.core.device, account)
         torch.utils.swap_tensors(tensor, value)
         # Now the user's object is the value, and the other one has the memory.

@@ -32,13 +32,7 @@ from lightning_pipeshift.model.user_state.random_streams import (
     seed_host,
     set_host_state,
 )
-from lightning_pipeshift.values.arguments import (
-    Arguments,
-    Outcome,
-    copied_call,
-    given,
-    is_constant,
-)
+from lightning_pipeshift.values.arguments import Arguments, Outcome, copied_call, given, is_constant
 from lightning_pipeshift.values.contract import Contract, specs_of
 from lightning_pipeshift.values.functions import OF_SHAPE
 from lightning_pipeshift.values.value import run_by

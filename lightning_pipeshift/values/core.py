@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    BackwardHook,
-)
+from lightning_pipeshift.compat.module_private import BackwardHook
 from lightning_pipeshift.compat.torch_private import (
     preserved_version_counters,
     storage_key_of,
@@ -82,9 +80,9 @@ class Core:
         layers gets its stage at its first use."""
         self.layers_with: dict[Tensor, list[int]] = {}
         """The numbers of the layers that have a parameter or a buffer."""
-        for number in range(len(self.layers)):
-            for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
-                self.layers_with.setdefault(tensor, []).append(number)
+        for layer in self.placed_layers:
+            for tensor in layer.tensors:
+                self.layers_with.setdefault(tensor, []).append(layer.number)
         self.awaited: dict[int, dict[Callable[[int], object], None]] = {}
         """What the next use of a layer awaits, by its number: see :meth:`await_before`."""
         self.place(owners)
@@ -141,9 +139,9 @@ class Core:
         for layer in self.placed_layers:
             layer.forget_owners()
         # Of layers that share a tensor, the first one's stage owns it.
-        for number in reversed(range(len(self.layers))):
-            for tensor in (*(x for _, x in self.parameters[number]), *self.buffers[number]):
-                self.parameter_owners[tensor] = owners(number, 0)
+        for layer in reversed(self.placed_layers):
+            for tensor in layer.tensors:
+                self.parameter_owners[tensor] = owners(layer.number, 0)
 
     def renumber(self, numbers: Sequence[int], mailbox: Mailbox) -> None:
         """Gives the stages other numbers: each rank keeps what it has. Every stage calls this
@@ -248,8 +246,7 @@ class Core:
         layer.
         """
         if self._memories is None:
-            named = (x for each in self.parameters for _, x in each)
-            held = (*named, *(x for each in self.buffers for x in each))
+            held = (x for layer in self.placed_layers for x in layer.tensors)
             self._memories = {storage_key_of(x) for x in held if not x.is_meta}
         return storage_key_of(tensor) in self._memories
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    apply_function,
-)
+from lightning_pipeshift.compat.torch_private import apply_function
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 

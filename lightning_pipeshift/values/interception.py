@@ -1,5 +1,5 @@
-"""Functions of torch that ask no subclass of tensor what to do: how they reach the microbatch whose
-step runs.
+"""Redirects functions of torch that do not call ``__torch_function__`` to the microbatch whose step
+runs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_pipeshift.compat.module_private import (
-    BackwardHook,
-    backward_hooks_by,
-)
-from lightning_pipeshift.compat.torch_private import (
-    apply_function,
-    checkpointing_by,
-)
+from lightning_pipeshift.compat.module_private import BackwardHook, backward_hooks_by
+from lightning_pipeshift.compat.torch_private import apply_function, checkpointing_by
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.layer_contracts import NoBackwardHook
 from lightning_pipeshift.values.microbatch import Microbatch

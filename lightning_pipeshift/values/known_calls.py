@@ -1,4 +1,4 @@
-"""What is known of calls: layers of one kind, and calls with alike arguments, have it in common."""
+"""Caches what is known of calls. Layers of one kind, and calls with similar arguments, share it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.layer_contracts import (
     fake_copy,

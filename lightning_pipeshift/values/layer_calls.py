@@ -1,4 +1,4 @@
-"""Calls of layers: what is known before, how the owner runs them, and what they leave behind."""
+"""Calls of layers: finds their contracts, runs them at their owners, changes what they changed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeshift.compat.module_private import (
-    BackwardHook,
-    has_compiled,
-    with_compiling,
-)
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.module_private import BackwardHook, has_compiled, with_compiling
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
@@ -288,9 +282,8 @@ class _Run(NamedTuple):
 @contextmanager
 def _compiling(core: Core, layer: PlacedLayer) -> Iterator[None]:
     """Context of code of a layer that may be compiled: its tensors have their own classes."""
-    own = [x for _, x in layer.parameters] + layer.buffers
-    classes = [(tensor, type(tensor)) for tensor in own]
-    for tensor in own:
+    classes = [(tensor, type(tensor)) for tensor in layer.tensors]
+    for tensor in layer.tensors:
         tensor.__class__ = core.own_classes.get(tensor, type(tensor))
     try:
         with core.unwatched(), with_compiling():

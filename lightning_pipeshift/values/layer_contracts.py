@@ -26,9 +26,7 @@ from lightning_pipeshift.compat.module_private import (
     renew_weak_references,
     set_hook_tables,
 )
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.arguments import is_node
 from lightning_pipeshift.values.layer_state import NO_STATE, Attribute, mark

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.execution.finite import finite_check
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.trees import map_leaves

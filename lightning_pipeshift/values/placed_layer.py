@@ -1,4 +1,4 @@
-"""A layer that one stage runs, and the forward that stands in the place of its own meanwhile."""
+"""A layer that one stage runs, and the forward that replaces its own during a run."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class PlacedLayer:
         self._replaced: tuple[str, Any] = "forward", self.own_forward
         self.parameters = list(module.named_parameters())
         self.buffers = list(module.buffers())
+        self.tensors = [*(x for _, x in self.parameters), *self.buffers]
+        """Its parameters and buffers."""
         self.modules = list(module.named_modules())
         self.family = tuple((name, type(each)) for name, each in self.modules)
         """The same for layers with the same modules."""

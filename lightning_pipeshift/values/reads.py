@@ -1,4 +1,4 @@
-"""Reads of values into Python: by whichever ranks, since they are no operations of the program.
+"""Reads of values into Python. Any of the ranks may do it: a read is no operation of the program.
 
 The owner of a value tells it to all stages when it reads it. Another stage that reads it alone asks
 for it: small values stay where they are for that.
@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind

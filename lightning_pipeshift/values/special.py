@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.account import Memory
 from lightning_pipeshift.values.backward import gradients_of
 from lightning_pipeshift.values.contract import spec_of
 from lightning_pipeshift.values.reads import offer
@@ -139,7 +136,7 @@ def _told(
         for at, spec in zip(numbers, microbatch.tell(told, stage, "grad"), strict=True):
             if spec is None:
                 continue
-            account = microbatch.new_account(stage, spec.requires_grad, own[at], Memory())
+            account = microbatch.new_account(stage, spec.requires_grad, own[at])
             with without_torch_function_of_subclasses():
                 offer(microbatch.mailbox, account, is_changed_unseen=True)
             found[at] = microbatch.new_value(spec, account)
@@ -160,7 +157,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``: the gradients are values of the stages of the inputs."""
     tensors = list(inputs) if type(inputs) in (list, tuple) else [inputs]
-    if microbatch.mailbox.num_stages == 1:
+    if microbatch.is_alone:
         microbatch.place_parameters([x for x in tensors if type(x) in PLACED])
         options = retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched
         args = microbatch.plain((outputs, tensors, grad_outputs, *options, materialize_grads))
@@ -216,7 +213,7 @@ def _backward(microbatch: Microbatch, *args: Any, **kwargs: Any) -> None:
 
 
 def _set_memory(microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
-    if microbatch.mailbox.num_stages == 1:
+    if microbatch.is_alone:
         args, kwargs = microbatch.plain((args, kwargs))
         with run_by(None), without_torch_function_of_subclasses():
             return Tensor.set_(*args, **kwargs)

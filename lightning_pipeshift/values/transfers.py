@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory
@@ -283,7 +281,7 @@ class Transfers(NotedProgram):
         return link
 
     def new_account(
-        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None
+        self, owner: int, requires_grad: bool, tensor: Tensor | None, memory: Memory | None = None
     ) -> Account:
         """The account of the microbatch's next value."""
         account = Account(owner, requires_grad, tensor, memory)

@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    base_of,
-    num_other_uses,
-)
+from lightning_pipeshift.compat.torch_private import base_of, num_other_uses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.program import require_here
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, user_line

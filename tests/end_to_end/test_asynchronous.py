@@ -35,13 +35,7 @@ from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests import asynchronous_reference
 from tests.cases import some
-from tests.end_to_end.test_changing_plans import (
-    SLOW,
-    Sleeper,
-    SlowsDown,
-    go_by_sleep,
-    hearing,
-)
+from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep, hearing
 from tests.end_to_end.test_checkpoint import StatefulLoader
 from tests.features_models import AwaitsPlanning, built, quiet_trainer, read_csv
 from tests.models import points

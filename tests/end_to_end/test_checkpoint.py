@@ -16,12 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import (
-    LayerMigration,
-    Move,
-    PipeShiftCheckpointIO,
-    PipeShiftStrategy,
-)
+from lightning_pipeshift import LayerMigration, Move, PipeShiftCheckpointIO, PipeShiftStrategy
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.cases import some
 from tests.features_models import (

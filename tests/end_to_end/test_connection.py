@@ -20,11 +20,7 @@ from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.lightning import launcher as launching
 from lightning_pipeshift.runtime.comm import meeting
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject
-from lightning_pipeshift.runtime.comm.meeting import (
-    Waiting,
-    agreed_name,
-    store_of_this_start,
-)
+from lightning_pipeshift.runtime.comm.meeting import Waiting, agreed_name, store_of_this_start
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_transparency import Pipelined, fit

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.testing.processes import RANK_VARIABLES, free_port
-from lightning_pipeshift.testing.ranks import (
-    Launched,
-    launch_script,
-    launch_torchrun,
-    run_ranks,
-)
+from lightning_pipeshift.testing.ranks import Launched, launch_script, launch_torchrun, run_ranks
 from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.models import SequentialMLP, points
 

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeshift import (
-    PipeShiftError,
-    PipeShiftStrategy,
-    Plan,
-    PlanError,
-)
+from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile

@@ -15,13 +15,7 @@ from lightning_pipeshift import LayerMigration
 from lightning_pipeshift.runtime.comm import link_meter
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import SLEPT, Sleeps, go_by_sleep, hearing
-from tests.features_models import (
-    AwaitsPlanning,
-    built,
-    differences,
-    parameters_of,
-    quiet_trainer,
-)
+from tests.features_models import AwaitsPlanning, built, differences, parameters_of, quiet_trainer
 from tests.models import NUM_FEATURES
 
 # Weights are small beside payloads: moves go over the slow link, too.

@@ -19,13 +19,7 @@ from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.text import seconds_text
 from tests.end_to_end import test_changing_plans as changing
 from tests.end_to_end.test_changing_plans import SLOW, Sleeps, go_by_sleep, hearing
-from tests.features_models import (
-    AwaitsPlanning,
-    built,
-    differences,
-    parameters_of,
-    quiet_trainer,
-)
+from tests.features_models import AwaitsPlanning, built, differences, parameters_of, quiet_trainer
 from tests.models import NUM_FEATURES, ZOO, points
 from tests.unit.runtime.stages import Kernels, let_gloo_stand_in
 

@@ -22,13 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import (
-    Choice,
-    MemoryCompression,
-    PipeShiftStrategy,
-    Policy,
-    TensorRecord,
-)
+from lightning_pipeshift import Choice, MemoryCompression, PipeShiftStrategy, Policy, TensorRecord
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 from lightning_pipeshift.testing.ranks import run_ranks

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.compat.torch_private import (
-    READ_NUMBER,
-)
+from lightning_pipeshift.compat.torch_private import READ_NUMBER
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.runtime.offload.shared_memory import address_here

@@ -38,10 +38,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.compat.torch_private import (
-    storage_key_of,
-    without_torch_function,
-)
+from lightning_pipeshift.compat.torch_private import storage_key_of, without_torch_function
 from lightning_pipeshift.devices.streams import on_device, simulating
 from tests.simulated.interception import Functions, MemoryPlace, Operations
 from tests.simulated.ordering import HOST, Clock, History, Ordering, Region

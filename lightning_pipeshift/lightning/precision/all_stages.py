@@ -13,11 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    scale_device,
-    scaler_device,
-    scaler_state,
-)
+from lightning_pipeshift.compat.torch_private import scale_device, scaler_device, scaler_state
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.values.value import run_by
 

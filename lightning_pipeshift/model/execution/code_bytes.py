@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    OperationMode,
-)
+from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.model.saved.observer import Observer

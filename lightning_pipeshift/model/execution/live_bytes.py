@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    OperationMode,
-    storage_key,
-)
+from lightning_pipeshift.compat.torch_private import OperationMode, storage_key
 from lightning_pipeshift.model.execution.trees import leaves_of
 
 

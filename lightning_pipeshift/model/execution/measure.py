@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    dispatch_modes_disabled,
-    without_torch_function,
-)
+from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.live_bytes import LiveBytes

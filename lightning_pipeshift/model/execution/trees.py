@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    pytree,
-)
+from lightning_pipeshift.compat.torch_private import pytree
 
 Rebuild = Callable[[list[Any]], Any]
 

@@ -15,21 +15,15 @@ values on every rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    MODULE_TABLES,
-)
-from lightning_pipeshift.compat.torch_private import (
-    pytree,
-    storage_key_of,
-    version_of,
-)
+from lightning_pipeshift.compat.module_private import MODULE_TABLES
+from lightning_pipeshift.compat.torch_private import pytree, storage_key_of, version_of
 from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
@@ -102,13 +96,11 @@ class DeferredInit:
         # By storage: the version of the tensor when :meth:`lend` was called.
         self._lent: dict[int, int] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Context in which tensors are created without values. A second context continues the
         record.
         """
-        with recorded_by(self):
-            yield
+        return recorded_by(self)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the meta device, and its values can be computed."""

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    num_other_uses,
-)
+from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.model.execution.trees import WithoutMemory
 
 

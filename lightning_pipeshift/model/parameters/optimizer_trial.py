@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    step_without_hooks,
-)
+from lightning_pipeshift.compat.torch_private import step_without_hooks
 from lightning_pipeshift.errors import ConfigurationError
 
 # Those that update each parameter by its own gradient and state only.

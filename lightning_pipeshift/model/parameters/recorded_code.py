@@ -1,7 +1,8 @@
-"""What code sees that makes a model without its values.
+"""How tensors look to the code that builds a model while their values are not computed yet.
 
 While a :class:`~.deferred_init.DeferredInit` records, each new tensor is on the meta device, and
-looks as if it were on the CPU. Operations on it are recorded; what reads values gets them.
+looks as if it were on the CPU. Operations on it are recorded. An operation that reads values gets
+them: they are computed for it.
 """
 
 from __future__ import annotations

@@ -25,12 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.compat.torch_private import (
-    COPY_TO,
-    OperationMode,
-    schema_of,
-    version_of,
-)
+from lightning_pipeshift.compat.torch_private import COPY_TO, OperationMode, schema_of, version_of
 from lightning_pipeshift.model.execution.trees import (
     Layout,
     address_of,

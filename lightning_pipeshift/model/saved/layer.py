@@ -17,9 +17,7 @@ from lightning_pipeshift.compat.module_private import (
     is_compiled,
     plain_call,
 )
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function
 from lightning_pipeshift.model.execution.trees import leaves_of
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    OperationMode,
-)
+from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen

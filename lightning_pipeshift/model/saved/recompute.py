@@ -23,14 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    NormBase,
-    compiled_in,
-)
-from lightning_pipeshift.compat.torch_private import (
-    version_of,
-    without_torch_dispatch,
-)
+from lightning_pipeshift.compat.module_private import NormBase, compiled_in
+from lightning_pipeshift.compat.torch_private import version_of, without_torch_dispatch
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import (

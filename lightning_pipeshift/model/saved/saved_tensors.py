@@ -19,13 +19,8 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    buffers_of,
-    parameters_of,
-)
-from lightning_pipeshift.compat.torch_private import (
-    version_of,
-)
+from lightning_pipeshift.compat.module_private import buffers_of, parameters_of
+from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.model.execution.trees import (
     Layout,
     address_of,

@@ -20,7 +20,11 @@ from lightning_pipeshift.errors import PlanError, without_stack
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.cut import Cut
-from lightning_pipeshift.plan.cost.measured_workload import crossing_seconds, workload_of
+from lightning_pipeshift.plan.cost.measured_workload import (
+    crossing_bytes,
+    crossing_seconds,
+    workload_of,
+)
 from lightning_pipeshift.plan.cost.prediction import Pipelines
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.sums import Numbers
@@ -253,9 +257,8 @@ class Evaluator:
         size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
         share = size / num_slices(size, placed.microbatches) / profile.samples
         between = [[links.link(one, other) for other in machine] for one in machine]
-        crossing = np.array(
-            [[crossing_seconds(profile, each, share) for each in row] for row in between]
-        )
+        across = crossing_bytes(profile, share)
+        crossing = np.array([[crossing_seconds(across, each) for each in row] for row in between])
         latency = np.array([[each.latency_seconds for each in row] for row in between])
         turns = [machine[turn:] + machine[:turn] for turn in range(len(machine))]
 

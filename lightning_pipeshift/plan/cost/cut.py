@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 Counts = tuple[int, ...]
 """The number of layers of each stage."""
@@ -30,7 +31,4 @@ class Cut:
     @property
     def bounds(self) -> tuple[int, ...]:
         """The stages' ends: stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]``."""
-        ends = [0]
-        for count in self.counts:
-            ends.append(ends[-1] + count)
-        return tuple(ends)
+        return tuple(accumulate(self.counts, initial=0))

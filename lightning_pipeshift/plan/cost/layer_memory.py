@@ -29,7 +29,8 @@ time: one more waits. See ``runtime.comm.mailbox.Mailbox.most_large``."""
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """What each of S stages holds with some of L layers, whatever the cut is.
+    """The memory of each of S stages for each of L layers. It does not depend on the cut: a cut
+    only says which layers count.
 
     Args:
         fixed_bytes: (S, L): held for each layer on each stage regardless of the microbatches in

@@ -56,12 +56,12 @@ def workload_of(
             ]
         )
 
-    payload, _ = crossing_bytes(profile, share)
+    across = crossing_bytes(profile, share)
     crossing = np.zeros((2, last, len(layers) + 1))
     once = np.zeros((3, len(ranks)))
     once[:2] = np.transpose([(t.action_forward, t.action_backward) for t in times])
     for stage, pair in enumerate(pairwise(ranks)):
-        crossing[:, stage] = crossing_seconds(profile, cluster.link(*pair), share)
+        crossing[:, stage] = crossing_seconds(across, cluster.link(*pair))
         once[2, stage] = cluster.link(*pair).latency_seconds
 
     updates = updates_per_backward(schedule, len(ranks), profile.num_accumulated)
@@ -94,7 +94,7 @@ def workload_of(
         input_bytes=of_layers("input_bytes", share),
         outside_bytes=of_layers("outside_bytes", share),
         momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, sizes[0] * share),
-        payload_bytes=np.array([*payload[:-1], 0.0]),
+        payload_bytes=np.array([*across[0, :-1], 0.0]),
         shared_bytes=profile.shared_bytes,
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
@@ -136,10 +136,7 @@ def crossing_bytes(profile: Profile, share: float) -> Numbers:
     return sizes
 
 
-def crossing_seconds(profile: Profile, link: Link, share: float) -> Numbers:
-    """(2, L + 1): the seconds of a payload and of its gradient on a link, at each boundary; see
-    :func:`crossing_bytes`.
-    """
-    sizes = crossing_bytes(profile, share)
+def crossing_seconds(sizes: Numbers, link: Link) -> Numbers:
+    """(2, L + 1): the seconds that the bytes of :func:`crossing_bytes` take on a link."""
     seconds: Numbers = np.where(sizes, link.latency_seconds + sizes / link.bandwidth, 0.0)
     return seconds

@@ -12,15 +12,9 @@ import numpy as np
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, sparing
 from lightning_pipeshift.plan.cost.memory_timeline import Links
-from lightning_pipeshift.plan.cost.overlap import (
-    gradients_ready,
-    overlapped,
-)
+from lightning_pipeshift.plan.cost.overlap import gradients_ready, overlapped
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.cost.ring_contention import (
-    Rings,
-    crowded,
-)
+from lightning_pipeshift.plan.cost.ring_contention import Rings, crowded
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, columns
 from lightning_pipeshift.plan.cost.sums import Numbers
 from lightning_pipeshift.plan.cost.workload import Workload

@@ -124,7 +124,7 @@ class Workload:
 
     @cached_property
     def memory(self) -> LayerMemory:
-        """What each stage holds with some of the layers."""
+        """The memory that each stage needs for its layers, for any cut."""
         return LayerMemory.of(self)
 
     @property
@@ -135,11 +135,8 @@ class Workload:
     def everything_recomputed(self, counts: Sequence[int]) -> Cut:
         """The cut under which all layers are recomputed where that frees memory."""
         cut = Cut(tuple(counts))
-        layers = {
-            layer
-            for stage in self.recomputing
-            for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
-        }
+        bounds = cut.bounds
+        layers = (layer for s in self.recomputing for layer in range(*bounds[s : s + 2]))
         return Cut(cut.counts, frozenset(layers))
 
     # The costs of a cut.

@@ -21,13 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
-from lightning_pipeshift.plan.offload.assignment import (
-    Assigned,
-    Assignments,
-    Score,
-    Tensor,
-    Way,
-)
+from lightning_pipeshift.plan.offload.assignment import Assigned, Assignments, Score, Tensor, Way
 from lightning_pipeshift.plan.offload.policy_choices import chosen
 from lightning_pipeshift.plan.offload.problem import Problem
 

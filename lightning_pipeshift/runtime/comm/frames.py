@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    num_other_uses,
-)
+from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.model.execution.transfer import Fetch
 from lightning_pipeshift.runtime.comm.messages import MOST_DIMS, Key, Kind, Place, packed
 
@@ -59,7 +57,7 @@ class Packed(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a frame says of its message; see :class:`Packed`."""
+    """The decoded header of a frame. For the fields see :class:`Packed`."""
 
     key: Key
     place: Place
@@ -127,7 +125,7 @@ def frame_of(key: Key, place: Place, content: Packed) -> Tensor:
 
 
 def read_head(frame: Tensor, source: int) -> Head:
-    """Returns what a frame says of its message.
+    """Returns the decoded header of a frame.
 
     Args:
         frame: received.

@@ -1,7 +1,7 @@
-"""The values of a stage that other stages may read by themselves, and what each was answered.
+"""The values of a stage that other stages may read alone, and which of them got an answer.
 
-Whether a read is answered must not depend on which stage is faster. The stage that reads says in
-which run and phase; what its owner has to say of that is the same before and after.
+Whether a read is answered must not depend on which stage is faster. The request names the
+run and the phase of the read, and the owner's answer depends on these only, not on the time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    counted_writes,
-)
+from lightning_pipeshift.compat.torch_private import counted_writes
 from lightning_pipeshift.runtime.comm.messages import Key
 
 KEPT_RUNS = 1
@@ -91,7 +89,7 @@ class Offers:
         """Takes the values of other offers instead of those that are here.
 
         Args:
-            other: of the same rank, as another stage; nobody uses them any more.
+            other: those that this rank had under its old stage number; no thread uses them now.
             numbers: the number that each stage has now, by the one that it had there.
         """
         self._values = {

@@ -26,7 +26,7 @@ FRAME_TAG, PAYLOAD_TAG = (1 << 22), (1 << 22) + 1
 
 
 class Sends:
-    """What a stage has sent by gloo.
+    """Sends a stage's messages by gloo, and keeps their memory until they have been sent.
 
     Args:
         group: a gloo group of the virtual machine's ranks.

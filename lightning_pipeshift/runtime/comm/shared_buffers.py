@@ -12,9 +12,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    num_other_uses,
-)
+from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.runtime.comm.frames import Form, Packed
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, Taken, Written
 from lightning_pipeshift.runtime.comm.messages import packed, unpickled

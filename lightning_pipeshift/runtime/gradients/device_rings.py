@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.devices.streams import (
-    Event,
-    keep_for_stream,
-    record_event,
-    side_stream,
-)
+from lightning_pipeshift.devices.streams import Event, keep_for_stream, record_event, side_stream
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched

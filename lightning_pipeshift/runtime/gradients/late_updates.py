@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeshift.compat.torch_private import (
-    current_function_mode,
-    storage_key_of,
-)
+from lightning_pipeshift.compat.torch_private import current_function_mode, storage_key_of
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 
 _NONE = -1

@@ -10,9 +10,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lightning_pipeshift.compat.module_private import (
-    buffers_of,
-)
+from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     give_buffer,

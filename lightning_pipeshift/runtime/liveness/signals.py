@@ -1,4 +1,4 @@
-"""When a rank that got a signal ends its wait.
+"""Decides when a rank that got a signal stops waiting.
 
 Python's handler runs only when the wait is over, and after a SIGTERM the run is to end in order,
 after a step that may never be complete.

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices.host_memory import ask_for_large_pages, pinned_buffer
-from lightning_pipeshift.devices.streams import (
-    Event,
-    is_asynchronous,
-    record_event,
-    side_stream,
-)
+from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event, side_stream
 from lightning_pipeshift.runtime.comm.threads import InOrder
 
 Done = Callable[[], None]

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    has_step_hooks,
-)
+from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier
 from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_dense

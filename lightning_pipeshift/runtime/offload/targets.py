@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
-from lightning_pipeshift.runtime.offload.copying import (
-    BufferPool,
-    Copier,
-    Done,
-    Ticket,
-    nothing,
-)
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Done, Ticket, nothing
 
 
 class OffloadedBlock(Protocol):

@@ -25,9 +25,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from lightning_pipeshift.compat.torch_private import (
-    num_other_uses,
-)
+from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.gradients import call_before_backward
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing

@@ -8,10 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    num_other_uses,
-    version_of,
-)
+from lightning_pipeshift.compat.torch_private import num_other_uses, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.host_copies import is_dense
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import (
-    buffers_of,
-)
+from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.remote_tensor import set_owner_lookup

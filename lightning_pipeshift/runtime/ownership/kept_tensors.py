@@ -13,10 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    storage_key,
-    storage_key_of,
-)
+from lightning_pipeshift.compat.torch_private import storage_key, storage_key_of
 from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, swap
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import (
-    buffers_of,
-)
+from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.runtime.comm.channels import Channels
 

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import (
-    without_torch_function_of_subclasses,
-)
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.devices.streams import Event, keep_for_stream, record_event, side_stream
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, take_other_state
 from lightning_pipeshift.runtime.comm.lane import Lane

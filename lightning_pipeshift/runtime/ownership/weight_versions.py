@@ -13,9 +13,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    preserved_version_counters,
-)
+from lightning_pipeshift.compat.torch_private import preserved_version_counters
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 

@@ -36,12 +36,7 @@ from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.first_plan import in_best_order, with_samples
 from lightning_pipeshift.runtime.planning.host_memory import host_memory
 from lightning_pipeshift.runtime.planning.make_plan import Settings
-from lightning_pipeshift.runtime.planning.move_decision import (
-    FEW_STEPS,
-    Decider,
-    Decision,
-    Window,
-)
+from lightning_pipeshift.runtime.planning.move_decision import FEW_STEPS, Decider, Decision, Window
 from lightning_pipeshift.runtime.planning.move_parts import parts_of
 from lightning_pipeshift.runtime.planning.probe import probe
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of

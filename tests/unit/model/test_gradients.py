@@ -3,10 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeshift.compat.torch_private import (
-    USES_OF_ONE,
-    storage_use_count,
-)
+from lightning_pipeshift.compat.torch_private import USES_OF_ONE, storage_use_count
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 
 

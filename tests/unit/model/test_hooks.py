@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import (
-    top_saved_hooks,
-)
+from lightning_pipeshift.compat.torch_private import top_saved_hooks
 from lightning_pipeshift.model.saved.hooks import saving
 
 

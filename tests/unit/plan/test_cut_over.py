@@ -15,11 +15,7 @@ from functools import cache
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.schedule.cut_over import (
-    backward_before,
-    cut_over,
-    newest_update,
-)
+from lightning_pipeshift.plan.schedule.cut_over import backward_before, cut_over, newest_update
 from tests.unit.plan.staleness import newest_update_after_move
 
 MOST_STAGES = 8

@@ -4,11 +4,7 @@ from collections import Counter
 
 import pytest
 
-from lightning_pipeshift.plan.arrange.groupings import (
-    candidate_counts,
-    groupings,
-    ring_order,
-)
+from lightning_pipeshift.plan.arrange.groupings import candidate_counts, groupings, ring_order
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.topology import host_order

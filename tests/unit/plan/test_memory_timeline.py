@@ -24,14 +24,7 @@ from lightning_pipeshift.plan.cost.memory_timeline import (
     moments_of,
     traces,
 )
-from lightning_pipeshift.plan.cost.simulator import (
-    Actions,
-    Costs,
-    Span,
-    TimedRow,
-    clock,
-    simulate,
-)
+from lightning_pipeshift.plan.cost.simulator import Actions, Costs, Span, TimedRow, clock, simulate
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 
 Row = tuple[Span, ...]

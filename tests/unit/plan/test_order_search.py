@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.cut import Cut
-from lightning_pipeshift.plan.cost.measured_workload import crossing_seconds, workload_of
+from lightning_pipeshift.plan.cost.measured_workload import (
+    crossing_bytes,
+    crossing_seconds,
+    workload_of,
+)
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.partition.best_cut import fixed_cut
 from lightning_pipeshift.plan.partition.equal_counts import uniform
@@ -41,9 +45,10 @@ def search(seed, num_stages, num_layers, recompute="none", schedule="1f1b", room
 def searching(model, cluster, machine, workload, recompute="auto", effort=USUAL, samples=1.0):
     links = [[cluster.link(one, other) for other in machine] for one in machine]
     own, *turned = (workload(machine[n:] + machine[:n]) for n in range(len(machine)))
+    across = crossing_bytes(model, samples)
     reordering = Reordering(
         turned,
-        np.array([[crossing_seconds(model, link, samples) for link in row] for row in links]),
+        np.array([[crossing_seconds(across, link) for link in row] for row in links]),
         np.array([[link.latency_seconds for link in row] for row in links]),
         interchangeable(cluster),
     )

@@ -6,11 +6,7 @@ import pytest
 
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.partition.ranges import ranges_of
-from lightning_pipeshift.plan.partition.recomputation import (
-    Recomputation,
-    bytes_held,
-    light_cover,
-)
+from lightning_pipeshift.plan.partition.recomputation import Recomputation, bytes_held, light_cover
 from tests.unit.plan.workloads import all_cuts, random_workload, workload
 
 

@@ -33,12 +33,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 from lightning_pipeshift.runtime.offload import activation_store as store_module
 from lightning_pipeshift.runtime.offload import saved_blocks
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import (
-    BufferPool,
-    Done,
-    ThreadCopier,
-    Ticket,
-)
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Done, ThreadCopier, Ticket
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadedBlock, OffloadTarget
 from tests.unit.model.test_recompute import seeded
 

@@ -8,12 +8,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
-from lightning_pipeshift.runtime.comm.link_meter import (
-    Carried,
-    LinkMeter,
-    carried,
-    measured_links,
-)
+from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, carried, measured_links
 from lightning_pipeshift.runtime.comm.sockets import open_sockets
 
 KNOWN = Link(1e-3, 100e6)

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from lightning_pipeshift import StageFailedError
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.groups import Lanes, group_timeout
-from lightning_pipeshift.runtime.comm.process_groups import (
-    ProcessGroups,
-    Purpose,
-)
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce

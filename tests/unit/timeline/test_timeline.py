@@ -22,14 +22,7 @@ from lightning_pipeshift.timeline.clocks import Offset, Ping, offset_of
 from lightning_pipeshift.timeline.compared import Compared
 from lightning_pipeshift.timeline.expected import expected
 from lightning_pipeshift.timeline.metrics import metrics_of
-from lightning_pipeshift.timeline.recording import (
-    FIELD,
-    Mark,
-    Memory,
-    RankRecord,
-    Recording,
-    What,
-)
+from lightning_pipeshift.timeline.recording import FIELD, Mark, Memory, RankRecord, Recording, What
 from lightning_pipeshift.timeline.shares import Shares, mean, shares_of
 from lightning_pipeshift.timeline.slow_ranks import SlowRanks
 from lightning_pipeshift.timeline.text import draw

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.unit.values import models
-from tests.unit.values.models import (
-    LENGTH,
-    MICROBATCHES,
-    WIDTH,
-    Block,
-    Model,
-    Trained,
-)
+from tests.unit.values.models import LENGTH, MICROBATCHES, WIDTH, Block, Model, Trained
 
 
 class Counting(nn.Module):
