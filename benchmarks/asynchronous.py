@@ -127,7 +127,7 @@ class Moves(Times):
         pipeline, number = trainer.strategy.pipeline, len(self.ends)
         if number % self.every:
             return
-        done = pipeline.live_migration
+        done = pipeline.changes.migration
         if done is not None and done is not self._noted:
             self._noted = done
             self.moves.append(

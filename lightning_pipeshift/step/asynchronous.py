@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError, some_of
+from lightning_pipeshift.errors import LayerError, PlanError, some_of
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -25,7 +25,6 @@ from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import require_same_end
-from lightning_pipeshift.step.control_files import Answer
 from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
 from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.step.notices import Notice, Notices
@@ -138,7 +137,6 @@ class AsynchronousPipeline(Pipeline):
 
     def release(self) -> None:
         """See :class:`Pipeline`."""
-        self.changes.abandon()
         for sums in self._old_aggregations:
             sums.close()
         super().release()
@@ -227,15 +225,9 @@ class AsynchronousPipeline(Pipeline):
     def _notice(self) -> Notice:
         """The first rank's decisions since the last minibatch."""
         refusal = ""
-        for request in self._outside.take_requests() if self._outside.has_requests else ():
-            try:
-                self.migrate(request.moves)
-            except PipeShiftError as error:
-                answer = Answer(False, f"nothing moves: {error}")
-            else:
-                answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
-            self.messages.append(f"asked from outside: {answer.text}.")
-            self._outside.answer(request, answer)
+        if self._outside.has_requests:
+            requests = self._outside.take_requests()
+            self._carry_out(requests, f"about {self.num_steps_done + 2}")
         ends = self.asks_to_end or self._reports.ends
         planning = self.planning
         decision = planning.take_decision(self.coming_plan) if planning.has_decided else None
@@ -278,8 +270,8 @@ class AsynchronousPipeline(Pipeline):
         parameters = [use.parameter for use in self.holdings.held]
         with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
-        if self.live_migration is not None:
-            self.live_migration.send_newest(self._minibatches.next)
+        if self.changes.migration is not None:
+            self.changes.migration.send_newest(self._minibatches.next)
 
     def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
         """Begins to move layers for a plan.
@@ -316,11 +308,6 @@ class AsynchronousPipeline(Pipeline):
     def num_waiting_changes(self) -> int:
         """How many changes of owners have been asked for, and have not begun."""
         return self.changes.num_waiting + bool(self._asked)
-
-    @property
-    def live_migration(self) -> LiveMigration | None:
-        """The last change of owners in an asynchronous schedule, if there was one."""
-        return self.changes.migration
 
     @property
     def num_weight_versions(self) -> int:
@@ -399,7 +386,7 @@ class AsynchronousPipeline(Pipeline):
         ((part, size),) = split(given.batch, 1)
         planning, profiler = self.planning, self.planning.profiler
         planning.model.note_samples(size)
-        self._prepare(self._key("train", given.step_number, 0), given.step, part)
+        self._prepare(self._key("train", given.step_number), given.step, part)
         self._optimizers = given.optimizers
         minibatches = self._minibatches or self._make_minibatches()
         core, outside = self.values.core, running()
@@ -475,14 +462,14 @@ class AsynchronousPipeline(Pipeline):
             with super()._around(action):
                 yield
             return
-        one, moves = self._under_way[action.microbatch], self.live_migration
+        one, moves = self._under_way[action.microbatch], self.changes.migration
         is_later = action.kind is Kind.FORWARD and one is not self._begins
         with (
             self.in_call(one.minibatch.tag) if is_later else nullcontext(),
             super()._around(action),
         ):
             versions.begin_action(action)
-            before = self._writes_to_weights()
+            before = self._writes_to_weights() if action.kind is Kind.FORWARD else {}
             try:
                 yield
                 if action.kind is Kind.FORWARD and (now := self._writes_to_weights()) != before:

@@ -99,8 +99,10 @@ class MinibatchReports:
             LayerError: the ranks have logged or returned different things.
         """
         channels, stage = self._channels, self._channels.stage
+        digest = one.results.digest(with_numbers=False)
         if stage == channels.num_stages - 1:
             mine = self._own(one)
+            mine.digest = digest
             mine.asks_to_end = self._asks_to_end()
             mine.stops = one.minibatch.stops()
             report = merge_reports(self._replicas.exchange(mine), self._replicas.vm)
@@ -112,7 +114,7 @@ class MinibatchReports:
             channels.send_object(report, stage - 1)
             # The earlier stage takes them in this order, each after a backward.
             channels.settle(all_but=2 * channels.num_stages)
-        if report.digest != one.results.digest(with_numbers=False):
+        if report.digest != digest:
             raise LayerError(
                 "The ranks have logged, returned, or put into a metric, different values in a step."
                 " With an asynchronous schedule do this on every rank (without `if"
@@ -130,8 +132,7 @@ class MinibatchReports:
         )
         minibatch = one.minibatch
         report = self._reporting.report(minibatch.losses, outcomes, minibatch.is_last_batch)
-        digest = one.results.digest(with_numbers=False)
-        return replace(report, metrics=metrics, digest=digest)
+        return replace(report, metrics=metrics)
 
     def take_metrics(self, report: Report, gathering: Gathering) -> None:
         """Gives this stage's metrics the values that a minibatch has given them.

@@ -122,11 +122,11 @@ class OutsideState:
 
     def note_read(self) -> None:
         """Called in a read: finds what may be used on both sides of it."""
-        frames, modules = tuple(stack()), set(modules_of_stack())
+        frames = tuple(stack())
         if frames in self._seen:
             return
         self._seen.add(frames)
-        spaces = self._spaces(modules)
+        spaces = self._spaces(set(modules_of_stack()))
         known = by_name(spaces.values())
         called = (x for cls in self._classes for name, x in vars(cls).items() if name in _CALLED)
         any_time = [names_of(function.__code__) for x in called for function in functions_in(x)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import size_or_one
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
 from lightning_pipeshift.model.parameters.layers import (
@@ -55,7 +55,7 @@ from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.step.action_notes import ActionNotes
 from lightning_pipeshift.step.checksum import is_checked, require_same_batch
-from lightning_pipeshift.step.control_files import ControlFiles
+from lightning_pipeshift.step.control_files import Answer, ControlFiles, Request
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.first_look import FirstLook
 from lightning_pipeshift.step.gradient_sums import GradientSums
@@ -339,7 +339,7 @@ class Pipeline:
             step: runs the user's ``training_step``.
             batch: one microbatch.
         """
-        key = self._key("train", step_number, 0)
+        key = self._key("train", step_number)
         seen = self._first_look.look(key, step, batch, True, self.user_step)
         return self._first_look.measure(seen, batch, None, trains=True)
 
@@ -432,6 +432,22 @@ class Pipeline:
         """Raises PlanError if a device lacks memory for a plan."""
         self.planning.require_memory(plan)
 
+    def _carry_out(self, requests: Iterable[Request], when: str) -> None:
+        """Makes the moves that other processes ask for, and answers them.
+
+        Args:
+            requests: of the processes.
+            when: the step from which they hold, for the answer.
+        """
+        for request in requests:
+            try:
+                self.migrate(request.moves)
+                answer = Answer(True, f"{request}, {when} on")
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            self.messages.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+
     def _follow_with_memory(self) -> None:
         """Keeps tensors on this stage as the plan in force says."""
         assert self.holdings is not None
@@ -490,8 +506,8 @@ class Pipeline:
         if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
 
-    def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
-        return (self.settings.seed, purpose, step_number, microbatch, self.vm)
+    def _key(self, purpose: str, step_number: int) -> Key:
+        return (self.settings.seed, purpose, step_number, 0, self.vm)
 
     def _run(self, kind: str, step: int, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs microbatches.
@@ -574,7 +590,7 @@ class Pipeline:
         stages_per_vm = self.replicas.topology.stages_per_vm
         if not self.settings.leaves_steps_whole(stages_per_vm):
             return False
-        self._prepare(self._key("train", step_number, 0), step, batch)
+        self._prepare(self._key("train", step_number), step, batch)
         return not self.plan.recomputed(self.vm) and self.changes.last is None
 
     def plain_evaluation_step(
@@ -588,21 +604,19 @@ class Pipeline:
             purpose: the kind of the user's step, and its dataloader.
             step_number: counts its batches.
         """
-        key = self._key(purpose, step_number, 0)
-        self._prepare(key, step, batch)
-        return self._plain_forward(key, step, batch)
+        self._prepare(self._key(purpose, step_number), step, batch)
+        return self._plain_forward(purpose, step_number, step, batch)
 
-    def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
+    def _plain_forward(self, kind: str, number: int, step: UserStep, batch: Any) -> Any:
         if self._values is None:
             # The run is over, and user code asks the Trainer's loop for one more step.
             return step(self.root, batch)
-        _, kind, number, *_ = key
         (row,) = forward_only(1, 1)
 
         def run(part: Any, _: int) -> Any:
             return step(self.root, part)
 
-        (result,) = self._run(str(kind), int(number), [batch], run, row)
+        (result,) = self._run(kind, number, [batch], run, row)
         return result
 
     def plain_backward(self) -> AbstractContextManager[None]:
@@ -636,7 +650,7 @@ class Pipeline:
         """
         self.meets()
         self._check_batch(batch, batch_idx)
-        key = self._key(purpose, step_number, 0)
+        key = self._key(purpose, step_number)
         self._prepare(key, step, batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self.values.logged, step)

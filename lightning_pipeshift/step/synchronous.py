@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import PipeShiftError, PlanError
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.execution.microbatch import size_or_one, split
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
@@ -25,7 +25,6 @@ from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.step.checksum import require_same_end
-from lightning_pipeshift.step.control_files import Answer
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report, merge_reports
@@ -67,7 +66,7 @@ class SynchronousPipeline(Pipeline):
         """
         self.meets()
         self._note_begin()
-        result = self._plain_forward(self._key("train", step_number, 0), step, batch)
+        result = self._plain_forward("train", step_number, step, batch)
         self.is_to_end = self.asks_to_end
         self._num_microbatches_done += 1
         if self._outside.has_requests:
@@ -107,7 +106,7 @@ class SynchronousPipeline(Pipeline):
         self.late_updates.begin_step()
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
-        self._prepare(self._key("train", given.step_number, 0), given.step, part)
+        self._prepare(self._key("train", given.step_number), given.step, part)
         self._votes.before_step()
         self._change_owners(given)
         self._follow_moves_with_memory()
@@ -147,9 +146,6 @@ class SynchronousPipeline(Pipeline):
 
         begun: list[tuple[Structure, PostedSum, Prefetch]] = []
 
-        def run(part: Any, turn: int) -> Any:
-            return self.values.logged(given.step, part, turn)
-
         def root_of(found: tuple[Any, list[LoggedValue]], turn: int) -> Any:
             losses.add(*found, self.channels.device)
             if not given.wants_result:
@@ -176,7 +172,7 @@ class SynchronousPipeline(Pipeline):
             "train",
             given.step_number,
             [part for part, _ in slices],
-            run,
+            partial(self.values.logged, given.step),
             row[self.channels.stage],
             root_of,
             sums.arm if arms and sums is not None else None,
@@ -332,14 +328,7 @@ class SynchronousPipeline(Pipeline):
         has_decided = self.planning.has_decided
         asked = (self._outside.take_requests(), has_decided)
         requests, has_decided = self.replicas.world.share_object(asked, source=0)
-        for request in requests:
-            try:
-                self.migrate(request.moves)
-                answer = Answer(True, f"{request}, from step {self.num_steps_done + 2} on")
-            except PipeShiftError as error:
-                answer = Answer(False, f"nothing moves: {error}")
-            self.messages.append(f"asked from outside: {answer.text}.")
-            self._outside.answer(request, answer)
+        self._carry_out(requests, f"from step {self.num_steps_done + 2}")
         if has_decided:
             decision = self.planning.announce(self.coming_plan)
             plan = Plan.from_json(decision.plan)

@@ -217,6 +217,21 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
     assert sum(action[0] == "R" for row in again for action in row) <= 8
 
 
+def on_one_device(folder: str) -> None:
+    trainer = quiet_trainer(
+        {"devices": 1, "pipeshift": {"schedule": "async"}},
+        callbacks=[PipelineTimeline(every_n_steps=EVERY, folder=folder)],
+        max_epochs=1,
+        limit_train_batches=NUM_BATCHES,
+    )
+    trainer.fit(built(Sleeper), DataLoader(points(NUM_BATCHES).dataset, batch_size=8))
+
+
+def test_one_device_with_an_asynchronous_schedule_is_recorded(tmp_path: Path) -> None:
+    run_ranks(on_one_device, 1, str(tmp_path))
+    assert sorted(recordings(tmp_path)) == [4, 8]
+
+
 def swapping(folder: str) -> Any:
     """A run in which all saved tensors leave the device as soon as that is planned. Without the
     wait, a tensor stays if its copy takes longer than what runs before its backward.

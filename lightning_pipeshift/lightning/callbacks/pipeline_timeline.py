@@ -126,7 +126,7 @@ class PipelineTimeline(Callback):
 
     def _begins_live_move(self, pipeline: Any) -> bool:
         """Whether layers of an asynchronous pipeline have begun to move: the same on every rank."""
-        live = pipeline.live_migration
+        live = pipeline.changes.migration
         is_new, self._live = live is not None and live is not self._live, live
         return is_new
 
