@@ -30,7 +30,8 @@ class Grouping:
         """The name of each rank's host; ``None`` before the ranks are connected."""
         self.chosen: Topology | None = None
         """The planner's choice, if it was left to it: overrides the options."""
-        # Once for all runs, as another run on other virtual machines would connect anew.
+        # Measured only once: with other speeds a later run might get other virtual machines, and
+        # would have to connect the ranks again.
         self._measured: list[Device] | None = None
 
     def topology(self, place: RankPlace, watched: Watched) -> Topology:

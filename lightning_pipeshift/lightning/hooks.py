@@ -1,4 +1,4 @@
-"""Lightning's hooks of a strategy. Each delegates to what it is about."""
+"""The hooks that Lightning calls on a strategy. Each one calls the object that does the work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ T = TypeVar("T")
 
 
 class StrategyHooks(ParallelStrategy):
-    """What Lightning calls of a strategy. :class:`PipeShiftStrategy` adds what users call.
+    """The methods of the strategy that Lightning calls. Its subclass :class:`PipeShiftStrategy` has
+    those for users.
 
     Args:
         options: the user's.
@@ -57,7 +58,7 @@ class StrategyHooks(ParallelStrategy):
         self._options = options
         super().__init__(*rest)
         self.num_nodes = 1
-        # Whether the Trainer wants the data shared out; asked in the first run.
+        # Whether the Trainer wants each rank to get a part of the data; read in the first run.
         self._shares_data: bool | None = None
         self._begin_session()
 

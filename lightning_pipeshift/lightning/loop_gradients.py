@@ -85,7 +85,7 @@ class LoopGradients:
     def hooks(self) -> AbstractContextManager[None]:
         """Context of user code that may read and change gradients: as values, like in a step."""
         is_alone = self._pipeline.channels.num_stages == 1
-        if is_alone or not self._are_used or not self._is_automatic:
+        if is_alone or not self._are_used or not self._pipeline.is_automatic:
             return self.of_this_stage()
         return self._as_values()
 
@@ -95,8 +95,7 @@ class LoopGradients:
 
     @contextmanager
     def _as_values(self) -> Iterator[None]:
-        core, program = self._pipeline.core, running()
-        assert core is not None
+        core, program = self._pipeline.values.core, running()
         assert isinstance(program, Microbatch)
         program.gradients, program.sets_gradients = None, False
         with core.seeing_parameters():
@@ -115,10 +114,6 @@ class LoopGradients:
             "configure_gradient_clipping", trainer.lightning_module
         )
 
-    @property
-    def _is_automatic(self) -> bool:
-        return self._trainer.lightning_module.automatic_optimization
-
     # --- the optimizer's step ---
 
     def optimizer_step(
@@ -133,7 +128,7 @@ class LoopGradients:
             closure: computes the gradients, and may do more of the user's.
             step: Lightning's.
         """
-        if not self._is_automatic:
+        if not self._pipeline.is_automatic:
             return self._step_by_hand(optimizer, closure, step)
 
         def then_hidden() -> Any:

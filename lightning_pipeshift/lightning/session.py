@@ -50,8 +50,8 @@ class NextRun:
 
 
 class Session:
-    """What a strategy keeps from one run to the next, and its present run. A copy of a strategy
-    begins with a new one.
+    """The state of a strategy: the objects that stay from one run to the next, and the current run.
+    A copy of the strategy gets a new session.
 
     Args:
         options: the user's.

@@ -267,7 +267,7 @@ class PipeShiftStrategy(StrategyHooks):
         """How long this rank has waited for the last change of owners, in seconds: the part that
         did not overlap with its steps.
         """
-        return self.pipeline.migration_seconds
+        return self.pipeline.changes.seconds
 
     @property
     def memory_figures(self) -> dict[str, float]:

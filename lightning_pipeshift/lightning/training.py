@@ -41,7 +41,7 @@ from lightning_pipeshift.step.synchronous import SynchronousPipeline
 from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.timeline.recording import What
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
-from lightning_pipeshift.values.value import Value, running
+from lightning_pipeshift.values.value import Value, run_by, running
 
 
 def _weighed(result: Any) -> Any:
@@ -90,10 +90,6 @@ class TrainingSteps:
             )
             pipeline.user_step = self._step_of((0,) if takes_number else ())
 
-    @property
-    def _is_automatic(self) -> bool:
-        return self._trainer.lightning_module.automatic_optimization
-
     def begin(self) -> None:
         """Compares the length of the data over the ranks."""
         length, pipeline = self._trainer.num_training_batches, self._pipeline
@@ -130,9 +126,9 @@ class TrainingSteps:
         self._is_plain = pipeline.begins_plain_step(batch, step, number)
         if self._is_plain:
             result = pipeline.plain_training_step(batch, step, number)
-            if self._is_automatic:
+            if self._pipeline.is_automatic:
                 result = _weighed(result)
-        elif not self._is_automatic:
+        elif not self._pipeline.is_automatic:
             result = self._by_hand(self._given(batch, step, number))
         else:
             check_backward(trainer.lightning_module)
@@ -145,7 +141,7 @@ class TrainingSteps:
             self._say(pipeline.messages.pop(0))
         self._num_steps += 1
         has_loss = result is not None and result is not NO_LOSS
-        self._num_losses += has_loss or not self._is_automatic
+        self._num_losses += has_loss or not self._pipeline.is_automatic
         return result
 
     def _by_hand(self, given: TrainingBatch) -> Any:
@@ -247,7 +243,7 @@ class TrainingSteps:
     @property
     def leaves_backward(self) -> bool:
         """Whether the user's step calls Lightning's own backward."""
-        return not self._is_automatic
+        return not self._pipeline.is_automatic
 
     def adjust(self, adjustments: Adjustments) -> None:
         """Makes Lightning's loop end what is under way before validation and at its end. What user
@@ -298,7 +294,7 @@ class TrainingSteps:
         """
         if self._is_plain:
             with (
-                self._pipeline.plain_backward(),
+                run_by(None),
                 self._pipeline.section("[PipeShift] backward", What.ACTION, "B0"),
             ):
                 return plain()
@@ -314,7 +310,7 @@ class TrainingSteps:
                 " run, so nothing was learned. Return the loss, or a dict with 'loss'."
             )
         self._pipeline.match_replicas(parameters_too=False)
-        if lanes := self._pipeline.lane_traffic:
+        if lanes := self._pipeline.channels.traffic:
             self._say(lanes_table(lanes))
 
 

@@ -121,9 +121,8 @@ class AsynchronousPipeline(Pipeline):
         parts = [plan]
         if self.replicas.rank == 0 and not at_once:
             parts = self.planning.parts_here(self.changes.next or self.plan, plan)
-        assert self.holdings is not None
         in_order = self._aggregation is not None and self._aggregation.in_order
-        require_movable(parts, self.plan, self.vm, self.holdings, self.values.core, in_order)
+        require_movable(parts, self.plan, self.vm, self.held, self.values.core, in_order)
         self._asked = parts
 
     def _connect(self, holdings: Holdings, known: Core | None) -> ValueSteps:
@@ -192,13 +191,12 @@ class AsynchronousPipeline(Pipeline):
         """Puts a plan in force, from the next minibatch on. Minibatches in flight have their values
         and gradients where these are: only backwards are left of them.
         """
-        assert self.holdings is not None
         require_one_holder(plan, self.plan, self.vm, self.values.core)
         self._plan = plan
         if self._aggregation is not None:
             # Updates that have begun are summed over their own owners.
             self._old_aggregations.append(self._aggregation)
-            uses = self.holdings.uses
+            uses = self.held.uses
             self._aggregation = self._gradient_sums.aggregation(uses, plan, is_new=False)
         self._say_who_has_no_work()
         # Times under the old plan do not hold for the new one.
@@ -264,10 +262,9 @@ class AsynchronousPipeline(Pipeline):
             minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
         """
         assert self._minibatches is not None
-        assert self.holdings is not None
         if minibatch is not None:
             self.changes.withhold(minibatch.tag)
-        parameters = [use.parameter for use in self.holdings.held]
+        parameters = [use.parameter for use in self.held.held]
         with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
         if self.changes.migration is not None:
@@ -280,7 +277,6 @@ class AsynchronousPipeline(Pipeline):
             plan: the plan.
             minibatch: the one before whose forward every stage calls this.
         """
-        assert self.holdings is not None
         assert self._minibatches is not None
         earliest = minibatch + 1
         # The same minibatch in all virtual machines, so that the owners of an update are known.
@@ -290,7 +286,7 @@ class AsynchronousPipeline(Pipeline):
                 if source != target:
                     earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
         return LiveMigration(
-            self.holdings,
+            self.held,
             plan.placement.stages(self.vm),
             self._optimizers,
             self._threads,
@@ -315,26 +311,23 @@ class AsynchronousPipeline(Pipeline):
         return self._minibatches.versions.num_versions if self._minibatches is not None else 1
 
     def _make_minibatches(self) -> Minibatches:
-        assert self.holdings is not None
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
-        versions.follow(use.parameter for use in self.holdings.held)
+        versions.follow(use.parameter for use in self.held.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
         self._minibatches = Minibatches(self, stage, num_stages, versions)
         return self._minibatches
 
     def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
-        assert self.holdings is not None
-        self.holdings.gradients.give_back()
-        self.holdings.gradients.set_aside(keep=not minibatch.begins_update)
+        self.held.gradients.give_back()
+        self.held.gradients.set_aside(keep=not minibatch.begins_update)
 
     def _finish(self, minibatch: Minibatch) -> Finished:
-        assert self.holdings is not None
         self._timers.pop(minibatch.number, None)
         report = self._reports.report(self._under_way[minibatch.number])
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.gradients.collect(
+            self.held.gradients.collect(
                 report.correction,
                 partial(_finish_all, sums) if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
@@ -487,8 +480,7 @@ class AsynchronousPipeline(Pipeline):
 
     def _writes_to_weights(self) -> dict[str, int]:
         """How often each trained parameter of this stage has been written to."""
-        assert self.holdings is not None
-        held = [use for use in self.holdings.held if use.parameter.requires_grad]
+        held = [use for use in self.held.held if use.parameter.requires_grad]
         with without_torch_function_of_subclasses():
             writes = versions_in(use.parameter for use in held)
         return {use.name: count for use, count in zip(held, writes, strict=True)}

@@ -80,7 +80,7 @@ def reached(begins: Iterable[str]) -> set[str]:
 
 
 def by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What each name stands for."""
+    """All objects that have each name, from several namespaces."""
     found: dict[str, list[Any]] = {}
     for space in spaces:
         for name, x in list(space.items()):

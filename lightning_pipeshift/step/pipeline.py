@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from lightning_pipeshift.runtime.comm.messages import Key as MessageKey
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.comm.turns import LaneTraffic
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import match_replicas
@@ -68,7 +67,7 @@ from lightning_pipeshift.step.value_steps import ValueSteps
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import kept
-from lightning_pipeshift.values.value import run_by, running
+from lightning_pipeshift.values.value import running
 
 EVALUATIONS_AHEAD = 4
 """How many batches of an evaluation a stage may be ahead of another one."""
@@ -253,6 +252,12 @@ class Pipeline:
         assert self._values is not None
         return self._values
 
+    @property
+    def held(self) -> Holdings:
+        """This stage's part of the model, from the first step on."""
+        assert self.holdings is not None
+        return self.holdings
+
     def _stage_of(self) -> list[int]:
         return self.plan.placement.stages(self.vm)
 
@@ -287,7 +292,7 @@ class Pipeline:
             self._gradient_sums.connect_sharers(uses, plan.placement)
         if trains and self.replicas.count > 1:
             self._aggregation = self._gradient_sums.aggregation(uses, plan)
-        if any(plan.recompute) and not self._is_automatic:
+        if any(plan.recompute) and not self.is_automatic:
             raise PlanError(
                 "The plan recomputes layers, and with manual optimization the step calls `backward`"
                 " itself, as soon as it has the loss. Use a plan without 'recompute', or"
@@ -325,7 +330,7 @@ class Pipeline:
         )
 
     @property
-    def _is_automatic(self) -> bool:
+    def is_automatic(self) -> bool:
         """Whether backwards and the optimizer's steps are Lightning's."""
         return getattr(self.root, "automatic_optimization", True)
 
@@ -407,9 +412,8 @@ class Pipeline:
         """
         coming, names = self.coming_plan, [each.name for each in self._layers]
         plan = adoptable(plan, self.plan, coming, names, self.memory is not None)
-        if not self._is_automatic:
-            assert self.holdings is not None
-            require_no_shared_moves(plan, self.plan, self.vm, self.holdings.uses)
+        if not self.is_automatic:
+            require_no_shared_moves(plan, self.plan, self.vm, self.held.uses)
         self._request(plan, at_once)
 
     def _request(self, plan: Plan, at_once: bool) -> None:
@@ -450,9 +454,8 @@ class Pipeline:
 
     def _follow_with_memory(self) -> None:
         """Keeps tensors on this stage as the plan in force says."""
-        assert self.holdings is not None
         coming, twice = self.changes.on_their_way, self.changes.held_twice
-        self._in_memory.follow(self.plan, self.holdings, self._optimizers, coming, twice)
+        self._in_memory.follow(self.plan, self.held, self._optimizers, coming, twice)
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
@@ -473,16 +476,6 @@ class Pipeline:
         match_replicas(self.replicas, self.plan.placement, layers, outside, uses)
         if self._values is not None and self.vm:
             self._values.match_replaced_buffers()
-
-    @property
-    def lane_traffic(self) -> dict[str, LaneTraffic]:
-        """Counts of the blocks that this rank has sent on each lane, by its name."""
-        return self.channels.traffic
-
-    @property
-    def migration_seconds(self) -> float:
-        """How long this stage has waited because of the last change of owners."""
-        return self.changes.seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -618,10 +611,6 @@ class Pipeline:
 
         (result,) = self._run(kind, number, [batch], run, row)
         return result
-
-    def plain_backward(self) -> AbstractContextManager[None]:
-        """Context of a backward that Lightning runs, behind a step on a single device."""
-        return run_by(None)
 
     # --- evaluation ---
 

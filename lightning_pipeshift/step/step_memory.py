@@ -1,4 +1,4 @@
-"""What a memory plan does in the steps of one stage."""
+"""Carries out the memory plan while one stage runs its steps."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class StepMemory:
             self._places = {action: place for place, action in enumerate(row)}
 
     def end_row(self) -> None:
-        """Called behind the last of these actions."""
+        """Called after the last of these actions."""
         self._store, self._places = None, {}
 
     @contextmanager

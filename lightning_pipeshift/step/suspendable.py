@@ -54,7 +54,7 @@ class SuspendableMicrobatch(Microbatch):
         self.order = turn if order is None else order
         self.result: Any = None
         self.root: Any = None
-        """The loss, divided by the number of microbatches; ``None`` to skip the backward."""
+        """Where the backward begins: this microbatch's part of the loss; ``None`` to skip it."""
         self.is_done = False
         self.flags: dict[torch.Tensor, bool] = {}
         """Of the parameters that were frozen or thawed: whether the backward trains them."""

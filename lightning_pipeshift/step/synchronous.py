@@ -59,7 +59,7 @@ class SynchronousPipeline(Pipeline):
 
     def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
         """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
-        Its backward runs in ``plain_backward``.
+        Lightning runs its backward.
 
         Returns:
             what the user's step returned.
@@ -130,11 +130,10 @@ class SynchronousPipeline(Pipeline):
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
 
     def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
-        assert self.holdings is not None
         sizes = [size for _, size in slices]
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
-        arms = sums is not None and not given.accumulation.has_begun
+        arm = sums.arm if sums is not None and not given.accumulation.has_begun else None
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
         has_begun = False
 
@@ -175,7 +174,7 @@ class SynchronousPipeline(Pipeline):
             partial(self.values.logged, given.step),
             row[self.channels.stage],
             root_of,
-            sums.arm if arms and sums is not None else None,
+            arm,
             profiler.timers(sizes) if is_measured else {},
             lambda turn: self._in_memory.saves(self.plan, turn, slices[turn][0], not turn),
         )
@@ -185,7 +184,7 @@ class SynchronousPipeline(Pipeline):
         self.late_updates.finish()
         begin_gradients(True)
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.gradients.sum_shared()
+            self.held.gradients.sum_shared()
         return self._report(losses, given, *begun[0])
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:
@@ -196,8 +195,7 @@ class SynchronousPipeline(Pipeline):
             adds: whether its gradients need no factor when the step is over. Then the backwards add
                 to the gradients of earlier batches: other sums have other bits.
         """
-        core, holdings = self.values.core, self.holdings
-        assert holdings is not None
+        core, holdings = self.values.core, self.held
         adds = adds and given.accumulation.has_begun and self.replicas.count == 1
         stage = self.channels.stage
         with run_by(None):
@@ -208,20 +206,18 @@ class SynchronousPipeline(Pipeline):
                     use.parameter.grad = None
 
     def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
-        assert self.holdings is not None
         sums = self._sums(given.accumulation)
         finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
         joins = sums is not None and given.accumulation.has_begun
         with self.section("[PipeShift] sum gradients"):
-            self.holdings.gradients.collect(report.correction, finish, joins)
+            self.held.gradients.collect(report.correction, finish, joins)
 
     def _finish_sums(
         self, sums: Aggregation, given: TrainingBatch, report: Report
     ) -> list[nn.Parameter]:
         """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
         has_loss = report.loss is not None and bool(report.correction)
-        assert self.holdings is not None
-        measure = self.holdings.gradients.measure_norms if self.needs_norms else None
+        measure = self.held.gradients.measure_norms if self.needs_norms else None
         groups = sums.finish(given.leaves_late and has_loss, measure)
         # Those of several batches are corrected before they are summed.
         correction = 1.0 if given.accumulation.has_begun else report.correction
@@ -273,25 +269,21 @@ class SynchronousPipeline(Pipeline):
 
     def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
         """Prepares the move of layers for a plan."""
-        assert self.holdings is not None
         # The stages that the new owners are now.
         now = self.replicas.topology.ranks[self.vm]
         stages = [now.index(rank) for rank in plan.ranks[self.vm]]
         stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
-        return Migration(self.holdings, stage_of, optimizers, self._threads)
+        return Migration(self.held, stage_of, optimizers, self._threads)
 
     def _put_in_force(self, plan: Plan) -> None:
         """Puts a plan in force, between two steps."""
-        assert self.holdings is not None
         self._reorder(plan)
         self._plan = plan
         self._follow_with_memory()
-        self._gradient_sums.connect_sharers(self.holdings.uses, plan.placement)
+        self._gradient_sums.connect_sharers(self.held.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
-            self._aggregation = self._gradient_sums.aggregation(
-                self.holdings.uses, plan, is_new=False
-            )
+            self._aggregation = self._gradient_sums.aggregation(self.held.uses, plan, is_new=False)
         self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
         self.values.place(self._stage_of())
 
@@ -305,7 +297,7 @@ class SynchronousPipeline(Pipeline):
         core, migration = self.values.core, self.changes.migration
         if migration is None:
             return
-        if not self._is_automatic or given.keeps_gradients:
+        if not self.is_automatic or given.keeps_gradients:
             # The step itself updates the weights, or adds to the gradients.
             self._finish_change()
             return

@@ -553,7 +553,7 @@ def carried(how: Mapping[str, Any]) -> tuple[dict[str, int], int, list[str]]:
         module = built(SequentialMLP)
         trainer.fit(module, loader("sequential", how, 2, num_batches=4))
     strategy: Any = trainer.strategy
-    lanes = {name: one.num_bytes for name, one in strategy.pipeline.lane_traffic.items()}
+    lanes = {name: one.num_bytes for name, one in strategy.pipeline.channels.traffic.items()}
     num_gradients = sum(p.numel() + 1 for p in module.parameters() if p.requires_grad)
     return lanes, num_gradients * 4 * trainer.global_step, messages
 
@@ -588,7 +588,7 @@ def on_lanes(how: Mapping[str, Any], shares: tuple[float, ...]) -> tuple[Any, di
     trainer = quiet_trainer(given, max_epochs=1)
     trainer.fit(module, loader("sequential", how, 2, num_batches=4))
     strategy: Any = trainer.strategy
-    lanes = {name: one.num_bytes for name, one in strategy.pipeline.lane_traffic.items()}
+    lanes = {name: one.num_bytes for name, one in strategy.pipeline.channels.traffic.items()}
     return state_of(trainer, module), lanes, strategy.plan.lane_shares
 
 
