@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.module_private import buffers_of
-from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.errors import CheckpointError, some_of
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.user_copies import exchange, nowhere, walk, with_values
+from lightning_pipeshift.runtime.ownership.kept_tensors import walk, with_values
+from lightning_pipeshift.values.value import Value
 
 # How deep to search a checkpoint for values that have to be fetched from other stages.
 _DEPTH = 12
@@ -32,7 +32,7 @@ def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> d
     for name, value in state_dict.items():
         source = source_of(name, value)
         if (home if source is None else source) == holdings.stage:
-            there[name] = value.detach() if isinstance(value, Tensor) else value
+            there[name] = _plain(value)
     if holdings.stage != home:
         holdings.channels.send_values(there, home)
         return state_dict
@@ -66,18 +66,11 @@ def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
         if id(module) in stage_of
     }
 
-    of_user_code = {
-        f"{module_name}.{name}"
-        for module_name, module in holdings.root.named_modules(remove_duplicate=False)
-        if holdings.is_of_user_code(module)
-        for name in buffers_of(module)
-    }
-
     def source_of(name: str, value: Any) -> int | None:
+        if isinstance(value, Value):
+            return value.account.owner
         if holdings.knows(value):
             return _source_of(holdings, value, home)
-        if name in of_user_code:
-            return None
         return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), None)
 
     return source_of
@@ -107,32 +100,65 @@ def part_of_state(
             # An entry of user code, which may be on any stage; if several have it, one is written.
             source = holdings.stage
         if (vm, holdings.stage) != (turn, source or 0):
-            like = value if isinstance(value, Tensor) else torch.empty(0)
-            state_dict[name] = of_others.setdefault(
-                id(value), torch.empty(like.shape, dtype=like.dtype, device="meta")
-            )
+            state_dict[name] = of_others.setdefault(id(value), _on_meta(value))
+        elif isinstance(value, Value):
+            state_dict[name] = _plain(value)
     return state_dict
 
 
-def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
-    """Fills in values in a checkpoint that are on other stages: averages and other copies that
+def _plain(value: Any) -> Any:
+    """A tensor of this stage without its history, for one that may be a value."""
+    tensor = value.account.tensor if isinstance(value, Value) else value
+    return tensor.detach() if isinstance(tensor, Tensor) else tensor
+
+
+def _on_meta(value: Any) -> Tensor:
+    like = value if isinstance(value, Tensor) else torch.empty(0)
+    return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+
+def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -> None:
+    """Fills in what one stage has in a checkpoint: averages and other values of parameters that
     callbacks and the LightningModule have added to it. Every stage calls this.
 
     Args:
         holdings: the tensors of this stage.
         checkpoint: this stage's own; the entries of the dict itself are replaced.
-        home: the stage whose checkpoint has to be complete.
+        home: the stage whose checkpoint has to be complete; ``None``: each saves what it has, and
+            others have meta tensors.
 
     Raises:
-        CheckpointError: no stage has a value.
+        CheckpointError: the stages keep different values.
     """
-    nodes = walk("checkpoint", checkpoint, set(), depth=_DEPTH)
-    found = {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
-    exchanged = exchange(holdings.channels, found, lambda _: [home])
-    lost = [path for path in exchanged.nowhere if exchanged.asked[path].computed_from]
+    placed: dict[Any, tuple[str, Tensor, int]] = {}
+    keys: dict[int, Any] = {}
+    for path, value in walk("checkpoint", checkpoint, set(), depth=_DEPTH):
+        if isinstance(value, Value):
+            value.account.refresh()
+            keys[id(value)] = value.account.name
+            placed[value.account.name] = path, value, value.account.owner
+        elif isinstance(value, Tensor) and holdings.knows(value):
+            keys[id(value)] = path
+            placed[path] = path, value, _source_of(holdings, value, home or 0)
+    stage, channels = holdings.stage, holdings.channels
+    mine = {key: _plain(x) for key, (_, x, owner) in placed.items() if owner == stage}
+    found: dict[Any, Any] = mine
+    if home is None:
+        found = {key: mine.get(key, _on_meta(x)) for key, (_, x, _) in placed.items()}
+    elif stage != home:
+        channels.send_values(mine, home)
+        return
+    else:
+        for source in range(channels.num_stages):
+            if source != home:
+                found.update(channels.receive_values(source))
+    lost = [path for key, (path, _, _) in placed.items() if key not in found]
     if lost:
-        raise CheckpointError(nowhere(lost))
-    value_of = {id(found[path]): values for path, values in exchanged.received.items()}
+        raise CheckpointError(
+            f"The checkpoint has {some_of(lost)}, which another stage computes, and does not have"
+            " at this place: ranks have put different things into it. Do so on every rank."
+        )
+    value_of = {number: found[key] for number, key in keys.items()}
     for name, entry in checkpoint.items():
         checkpoint[name] = with_values(entry, value_of)
 

@@ -37,9 +37,7 @@ from lightning_pipeshift.files import (
     shortened,
     temporary_next_to,
 )
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.runtime.comm.staging import Staging
-from lightning_pipeshift.runtime.ownership.user_copies import nowhere
 
 REST: Final = "checkpoint.pt"
 INDEX: Final = "index.json"
@@ -185,8 +183,6 @@ class Writing:
             key = aliases.get(key, key)
             if key in known:
                 owner[name] = known[key]
-            elif isinstance(owner[name], RemoteTensor):
-                raise CheckpointError(nowhere([key]))
         state_dict = rest["state_dict"] = checkpoint["state_dict"].copy()
         copy_metadata(checkpoint["state_dict"], state_dict)
         for name in list(state_dict):
@@ -194,8 +190,6 @@ class Writing:
             key = aliases.get(key, key)
             if key in known:
                 state_dict[name] = known[key]
-            elif isinstance(state_dict[name], RemoteTensor):
-                raise CheckpointError(nowhere([key]))
             else:
                 # A layer has deleted a buffer, on the rank that runs it.
                 del state_dict[name]

@@ -185,6 +185,10 @@ READ_NUMBER: Final = "aten::_local_scalar_dense"
 number."""
 FOR_EACH: Final = "aten::_foreach_"
 """The beginning of the names of operations on lists of tensors, which optimizers use."""
+FOR_EACH_FUNCTIONS: Final = tuple(
+    getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_")
+)
+"""The functions on lists of tensors: optimizers call them, and averages of weights."""
 COPY_TO: Final = torch.ops.aten._to_copy.default
 """The operation behind ``Tensor.to`` where it copies."""
 

@@ -36,7 +36,7 @@ from lightning_pipeshift.lightning.optimizers import (
     step_with,
     with_options,
 )
-from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.patches import HOOKS, Adjustments
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
@@ -115,6 +115,8 @@ class AsynchronousTraining(TrainingSteps):
     values of a minibatch in the same call, when they have reached stage 0.
     """
 
+    # At these, each stage is at another batch.
+    value_hooks = HOOKS - {"on_before_backward", *GRADIENT_HOOKS}
     steps_itself = True
     gradients: _OwnGradients
     # It has no `training_step`, `manual_step` or `plain_training_step`: what would call them is

@@ -209,8 +209,9 @@ class Checkpoints:
                 "microbatches": pipeline.settings.num_microbatches(stages_per_vm),
             }
             home = _home(pipeline.replicas)
-            if pipeline.holdings is not None and home is not None and not self.is_sharded:
-                complete(pipeline.holdings, checkpoint, home)
+            if pipeline.holdings is not None and (self.is_sharded or home is not None):
+                with run_by(None):
+                    complete(pipeline.holdings, checkpoint, None if self.is_sharded else home)
         if self.is_sharded or is_first:
             # The plugin may be another than when the run began.
             self.connect()

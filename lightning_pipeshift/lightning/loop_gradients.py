@@ -29,7 +29,7 @@ from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.step.pipeline import Pipeline
-from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running
 
 # A step of an optimizer, given the closure that computes the gradients: returns the step's result.
@@ -87,6 +87,14 @@ class LoopGradients:
         is_alone = self._pipeline.channels.num_stages == 1
         if is_alone or not self._are_used or not self._pipeline.is_automatic:
             return self.of_this_stage()
+        return self._as_values()
+
+    def hook(self) -> AbstractContextManager[None]:
+        """Context of a hook outside of steps: parameters and gradients are values, like in one."""
+        program = running()
+        is_alone = self._pipeline.channels.num_stages == 1
+        if is_alone or not isinstance(program, Microbatch) or program.turn != OUTSIDE:
+            return nullcontext()
         return self._as_values()
 
     def of_this_stage(self) -> AbstractContextManager[None]:

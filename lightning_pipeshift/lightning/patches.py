@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -26,7 +30,8 @@ from lightning_pipeshift.compat.lightning_private import (
     logger_connector,
     signal_connector,
 )
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, reading
+from lightning_pipeshift.lightning.steps import is_users_own
+from lightning_pipeshift.model.parameters.absent import AbsentTensor, absent_error
 from lightning_pipeshift.values.value import Value
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
@@ -65,9 +70,28 @@ def _log_values(
     **options: Any,
 ) -> None:
     value = apply_to_collection(value, Value, read)
-    if isinstance(value, RemoteTensor):
-        raise reading(f"self.log({name!r}, ...)", [value])
+    if isinstance(value, AbsentTensor):
+        raise absent_error(f"self.log({name!r}, ...)", value.absent_name)
     log(name, value, *rest, **options)
+
+
+HOOKS: Final = frozenset(
+    name
+    for kind in (pl.Callback, pl.LightningModule)
+    for name in dir(kind)
+    if name.startswith("on_") and callable(getattr(kind, name))
+) - {"on_exception", "on_before_batch_transfer", "on_after_batch_transfer", "on_load_checkpoint"}
+"""Those of user code that run outside of steps."""
+_AVERAGES = StochasticWeightAveraging, WeightAveraging
+
+
+def _in_context(hook: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
+    @wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return hook(*args, **kwargs)
+
+    return run
 
 
 class Adjustments:
@@ -127,6 +151,23 @@ class Adjustments:
     def log_steps_by(self, trainer: pl.Trainer, log: Callable[[], None]) -> None:
         """Calls ``log`` after each batch instead of Lightning's function for loggers."""
         self._set(logger_connector(trainer), LOGS_STEP, log)
+
+    def show_values(
+        self, trainer: pl.Trainer, hooks: Iterable[str], context: Callable[[], Any]
+    ) -> None:
+        """Runs the hooks of user code, and of averages of weights, in a context.
+
+        Args:
+            trainer: the Trainer.
+            hooks: their names.
+            context: makes the context.
+        """
+        parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+        for part in parts:
+            for hook in hooks:
+                averages = isinstance(part, _AVERAGES) and hasattr(part, hook)
+                if averages or is_users_own(part, hook):
+                    self._set(part, hook, _in_context(getattr(part, hook), context))
 
     def log_values(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:
         """Logs what ``read`` returns in the place of values. Raises a LayerError for a logged

@@ -70,10 +70,10 @@ class StepContext:
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
     """Whether a hook has code other than Lightning's own, whose callbacks only show progress."""
     parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(_is_users_own(part, hook) for part in parts)
+    return any(is_users_own(part, hook) for part in parts)
 
 
-def _is_users_own(part: Any, hook: str) -> bool:
+def is_users_own(part: Any, hook: str) -> bool:
     """Whether a callback or a LightningModule has a hook that is not Lightning's.
 
     A hook's own ``__module__`` is not reliable: `functools.wraps` copies it from the wrapped one.

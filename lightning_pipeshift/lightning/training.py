@@ -22,7 +22,7 @@ from lightning_pipeshift.lightning.optimizers import (
     why_all_gradients,
     why_state_stays,
 )
-from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
+from lightning_pipeshift.lightning.patches import HOOKS, NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.run_tables import lanes_table, stages_table
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
@@ -237,6 +237,8 @@ class TrainingSteps:
 
     # --- as AsynchronousTraining does otherwise ---
 
+    value_hooks = HOOKS
+    """The names of the hooks in which parameters are values."""
     steps_itself = False
     """Whether ``run`` makes the optimizer's steps, instead of Lightning's loop."""
 
@@ -261,6 +263,7 @@ class TrainingSteps:
     def _log_values(self, adjustments: Adjustments) -> None:
         is_alone = self._pipeline.is_by_itself
         adjustments.log_values(self._trainer.lightning_module, _tensor_of if is_alone else _read)
+        adjustments.show_values(self._trainer, self.value_hooks, self.gradients.hook)
 
     @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:

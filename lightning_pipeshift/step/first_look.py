@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.random_private import host_mark
-from lightning_pipeshift.compat.torch_private import storage_key_of
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import size_or_one
@@ -30,7 +29,6 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.offload.weight_memory import may_wait
 from lightning_pipeshift.runtime.ownership.sharing import shared_weights
-from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 from lightning_pipeshift.step.step_memory import StepMemory
@@ -53,7 +51,6 @@ class Seen(NamedTuple):
         idle: the layers that no step calls.
         uses: of the parameters.
         crossings: what crosses the boundary behind each layer.
-        in_steps: the paths of the tensors that user code keeps and steps use.
         core: has the contracts of the calls in the run on fake tensors; ``None`` without one.
     """
 
@@ -63,7 +60,6 @@ class Seen(NamedTuple):
     idle: frozenset[int]
     uses: list[ParameterUse]
     crossings: Sequence[Crossing]
-    in_steps: frozenset[str]
     core: Core | None
 
 
@@ -140,14 +136,11 @@ class FirstLook:
             own = *key, "training step"
             trained = self._run_without_values(own, user_step, batch, found.core)
         called = None if not trains or trained.end or trained.draws else trained.called
-        in_steps = self._kept_in(trained.used)
         crossings = found.crossings()
         if sum(each.may_be_cut for each in crossings[:-1]) < self._channels.num_stages - 1:
             # Values may go back, too, if they have to.
             crossings = [each._replace(may_be_cut=True) for each in crossings]
-        called, in_steps, crossings = self._replicas.world.share_object(
-            (called, in_steps, crossings), source=0
-        )
+        called, crossings = self._replicas.world.share_object((called, crossings), source=0)
         idle = frozenset(range(len(layers))) - called if called is not None else frozenset()
         uses = parameter_uses(self._root, layers, called)
         figures = self._timed(found, leaves_of(batch), trains) if self._planning.measures else {}
@@ -158,16 +151,7 @@ class FirstLook:
                 for at, layer in enumerate(layers)
             }
         figures |= dict.fromkeys(idle, Figures(0.0))
-        return Seen(figures, is_timed, called, idle, uses, crossings, in_steps, found.core)
-
-    def _kept_in(self, used: Collection[int]) -> frozenset[str]:
-        """The paths of the tensors that user code keeps in this memory."""
-        nodes = kept_by_user(self._root, set(map(id, self._root.parameters())))
-        return frozenset(
-            path
-            for path, x in nodes
-            if isinstance(x, Tensor) and not x.is_meta and storage_key_of(x) in used
-        )
+        return Seen(figures, is_timed, called, idle, uses, crossings, found.core)
 
     def _run_without_values(
         self, key: tuple[Any, ...], step: UserStep, batch: Any, known: Core | None = None

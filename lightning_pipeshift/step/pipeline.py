@@ -22,7 +22,6 @@ from lightning_pipeshift.model.parameters.layers import (
     find_layers,
     require_layers,
 )
-from lightning_pipeshift.model.parameters.uses import modules_of_user_code
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.plan.arrange.measurements import Measured
@@ -275,9 +274,8 @@ class Pipeline:
         self._reorder(plan)
         self._plan = plan
         self._called = set(range(len(layers)) if seen.called is None else seen.called)
-        of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
         holdings = self.holdings = Holdings(
-            self.root, uses, layers, self._stage_of(), self.channels, of_user_code, seen.in_steps
+            self.root, uses, layers, self._stage_of(), self.channels
         )
         self._optimizers = optimizers
         self._in_memory.note_state_on_host(plan, holdings)
@@ -554,12 +552,10 @@ class Pipeline:
         if self._values is not None:
             self._values.meets()
 
-    def settle_values(self) -> None:
-        """Makes values that user code keeps common tensors, and gives parameters that steps have
-        written to, to all stages that hold them. Every stage calls this, between two steps.
-        """
+    def settle_values(self, is_over: bool = False) -> None:
+        """See :meth:`ValueSteps.settle`."""
         if self._values is not None:
-            self._values.settle()
+            self._values.settle(is_over)
 
     # --- a single device ---
 
@@ -684,7 +680,7 @@ class Pipeline:
     @purpose("the layers of the other stages, at the end of the run")
     def make_whole(self) -> None:
         """Gives every rank the whole model again, if it had it before. Every stage calls this."""
-        self.settle_values()
+        self.settle_values(is_over=True)
         if self._values is not None:
             self._values.close()
             self._values = None

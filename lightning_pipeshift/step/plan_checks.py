@@ -108,21 +108,6 @@ def require_movable(
             " virtual_machines=1, or schedule='1f1b'."
         )
     require_same_sharers(holdings.uses, now.placement, plan.placement, schedule)
-    machines = range(len(plan.placement.counts))
-    before, after = (
-        [stage for vm in machines for stage in placement.stages(vm)]
-        for placement in (now.placement, plan.placement)
-    )
-    moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
-    copied = holdings.kept.copied_layers if moving else {}
-    for layer in (layer % plan.placement.num_layers for layer in moving):
-        if layer in copied:
-            raise PlanError(
-                f"schedule={schedule!r}: a callback, or other code of yours, keeps a copy of"
-                f" {copied[layer]!r} (an average, for example), and copies do not move while"
-                " minibatches are in flight. Leave the layer where it is, keep no copy, or use"
-                " schedule='1f1b'."
-            )
     for part in parts:
         require_one_holder(part, now, vm, core)
 

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.parameters.absent import swap
+from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -21,7 +23,7 @@ from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.user_copies import kept_by_user
+from lightning_pipeshift.runtime.ownership.kept_tensors import Node, kept_by_user
 from lightning_pipeshift.step.action_notes import ActionNotes
 from lightning_pipeshift.step.checksum import checksum
 from lightning_pipeshift.step.engine import Engine
@@ -245,6 +247,7 @@ class ValueSteps:
 
     def begin_between(self) -> None:
         """Runs operations on values between two steps, from now on."""
+        self.core.aliases.forget()
         if self._between is not None:
             self._between.release()
         number = self.core.num_steps
@@ -290,29 +293,42 @@ class ValueSteps:
                 for attribute, buffer in to_device(found, self._channels.device).items():
                     attribute.set(layer, buffer)
 
-    def settle(self) -> None:
+    def settle(self, is_over: bool = False) -> None:
         """Makes values that user code keeps common tensors, and gives parameters that steps have
-        written to, to all stages that hold them. Every stage calls this, between two steps.
+        written to, to all stages that hold them. What hooks have computed of parameters, averages
+        for example, and is not small, remains on its stage during the run. Every stage calls this,
+        between two steps.
+
+        Args:
+            is_over: whether the run is over; then the tensors are in host memory.
         """
         stage = self._channels.stage
         self.match_holders()
-        with run_by(None), torch.no_grad():
-            mine: dict[Any, Value] = {
-                node.value.account.name: node.value
-                for node in kept_by_user(self._root, set(map(id, self._root.parameters())))
-                if isinstance(node.value, Value)
-            }
-            here = {
-                name: value.account.tensor
-                for name, value in mine.items()
-                if value.account.owner == stage
-            }
+        with run_by(None), torch.no_grad(), flat_weights_forgotten(*self._recurrent()):
+            mine: dict[Any, list[Value]] = {}
+            for _, x in self._kept():
+                if isinstance(x, Value) and (is_over or not _is_large(x)):
+                    mine.setdefault(x.account.name, []).append(x)
+            here = {name: x.account for name, (x, *_) in mine.items() if x.account.owner == stage}
             for owner in range(self._channels.num_stages):
-                found = self.share(to_host(here) if owner == stage else None, owner)
-                for name, tensor in found.items():
-                    if name in mine:
-                        common = to_device(tensor, self._channels.device)
-                        torch.utils.swap_tensors(mine[name], of_its_own(common))
+                for name in self.share(list(here) if owner == stage else None, owner):
+                    # One at a time.
+                    tensor = here[name].tensor if owner == stage else None
+                    found = self.share(to_host(tensor) if owner == stage else None, owner)
+                    place = torch.device("cpu") if is_over else self._channels.device
+                    common = of_its_own(to_device(found, place))
+                    for value in mine.get(name, ()):
+                        fresh = common.detach()
+                        if isinstance(value, nn.Parameter):
+                            fresh = nn.Parameter(fresh, value.requires_grad)
+                        swap(value, fresh)
+
+    def _kept(self) -> Iterator[Node]:
+        """The objects that user code keeps, except the model's own parameters."""
+        return kept_by_user(self._root, set(map(id, self._root.parameters())))
+
+    def _recurrent(self) -> list[nn.RNNBase]:
+        return [node.value for node in self._kept() if isinstance(node.value, nn.RNNBase)]
 
     # --- the end ---
 
@@ -332,6 +348,16 @@ class ValueSteps:
 
 def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:
     return lambda number, _: stage_of[number]
+
+
+# What hooks have computed, and is as small as this, every stage gets at an epoch's end.
+_SMALL_BYTES = 4096
+
+
+def _is_large(value: Value) -> bool:
+    assert value.account.name is not None
+    _, turn, _ = value.account.name
+    return turn == OUTSIDE and value.numel() * value.element_size() > _SMALL_BYTES
 
 
 def _objects_around(module: Any) -> dict[str, Any]:

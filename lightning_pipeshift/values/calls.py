@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     base_of,
     has_hooks,
+    mark_as_parameter,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.parameters.absent import swap
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
@@ -61,7 +64,8 @@ class Call(NamedTuple):
         contract: ``None`` if what it gives depends on values.
         stage: where it runs.
         label: names it in messages.
-        stream: of its random numbers: a seed, and its number among those with this seed.
+        stream: of its random numbers: a seed, and its number among those with this seed; ``None``:
+            every stage's generators go on.
         parameters: the layer's, by name.
         layer: its number; ``None`` for an operation.
     """
@@ -73,7 +77,7 @@ class Call(NamedTuple):
     contract: Contract | None
     stage: int
     label: str
-    stream: tuple[int, int]
+    stream: tuple[int, int] | None
     parameters: Sequence[tuple[str, Tensor]] = ()
     layer: int | None = None
 
@@ -131,7 +135,7 @@ class Calls(Transfers):
         for at, needs in contract.written.items() if contract is not None else ():
             target = arguments.tensors[at]
             if type(target) not in PLACED:
-                require_own(self.core, target, call.label, needs)
+                require_own(self.core, target, call.label, needs and torch.is_grad_enabled())
                 self._adopt(target, stage)
         self.graphs.entered = None
         here: dict[int, Tensor] = {}
@@ -165,6 +169,8 @@ class Calls(Transfers):
         if self.stage != stage:
             if contract is None:
                 return self._told(call, here, None)
+            if call.stream is None:
+                self._draw_likewise(call)
             return self._given(call, here, [None] * len(contract.specs))
         self.core.computes = True
         if contract is None or contract.written:
@@ -218,7 +224,7 @@ class Calls(Transfers):
         nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
-        if contract is not None and not contract.draws:
+        if call.stream is None or (contract is not None and not contract.draws):
             result = call.function(others, args, kwargs)
         else:
             draws_on_host = contract is None or contract.draws_on_host
@@ -227,6 +233,19 @@ class Calls(Transfers):
         now = versions_in(tensors)
         written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
+
+    def _draw_likewise(self, call: Call) -> None:
+        """Draws as many random numbers as the call's stage does."""
+        with run_by(None), without_torch_function_of_subclasses(), torch.no_grad():
+            args, kwargs = copied_call(call.args, call.kwargs, self.without_values, {})
+            call.function({}, args, kwargs)
+
+    def without_values(self, tensor: Tensor) -> Tensor:
+        """A tensor of this stage with the shape and the type of a value or a parameter."""
+        if type(tensor) not in PLACED:
+            return tensor
+        shape, device = tuple(tensor.shape), self.core.device
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     def _given(self, call: Call, here: dict[int, Tensor], new: Sequence[Tensor | None]) -> Any:
         """The result of a call with a contract: see :meth:`_values`."""
@@ -386,7 +405,7 @@ class Calls(Transfers):
         Raises:
             LayerError: others that share its memory would not become values.
         """
-        if not is_own(tensor, False):
+        if not is_own(self.core, tensor, False):
             require_no_parameter(self.core, tensor, "x.data = y")
             raise LayerError(
                 f"`x.data = y` ({user_line()}): one of the two is a tensor that every stage has,"
@@ -436,11 +455,21 @@ class Calls(Transfers):
             torch.utils.swap_tensors(tensor, view)
             self._note_living(tensor)
             return
-        spec = spec_of(tensor)
-        account = self.new_account(stage, spec.requires_grad, None)
-        value = Value(spec, self.core.device, account)
-        torch.utils.swap_tensors(tensor, value)
-        # Now the user's object is the value, and the other one has the memory.
-        self._note_living(tensor)
-        if self.stage == stage:
-            self.account_of(tensor).begin(stage, value)
+        first = self.new_account(stage, tensor.requires_grad, None)
+        for each in (tensor, *self.core.aliases.of(tensor)):
+            self._known.pop(each, None)
+            spec, account = spec_of(each), first
+            if each is not tensor:
+                account = Account(stage, spec.requires_grad, None, first.memory)
+                # Which there are may differ between the ranks: garbage is among them.
+                account.name = first.name
+                self._named.append(weakref.ref(account))
+            value = Value(spec, self.core.device, account)
+            if isinstance(each, nn.Parameter):
+                mark_as_parameter(value)
+            with self.core.aliases.changing(each):
+                swap(each, value)
+            # Now the user's object is the value, and the other one has the memory.
+            self._note_living(each)
+            if self.stage == stage:
+                self.account_of(each).begin(stage, value)

@@ -19,6 +19,7 @@ from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.aliases import Aliases
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.interception import data_intercepted, functions_intercepted
@@ -123,6 +124,8 @@ class Core:
         self.computes = False
         """Whether the action that runs now has computed since it began, or waited last: a forward
         may only send and wait."""
+        self.aliases = Aliases()
+        """Finds the common tensors with the memory of one that becomes a value."""
         self.operation: str | None = None
         """The operation that runs at this stage now."""
 

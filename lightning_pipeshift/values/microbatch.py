@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -81,6 +80,10 @@ class Microbatch(Calls):
             if self.core.calls is not None:
                 self.core.calls.read(self, name_of(function))
             return self._read_by(function, args, kwargs)
+        return self.operate(function, args, kwargs)
+
+    def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function at one stage."""
         core = self.core
         arguments = Arguments(given(args, kwargs), described, function in _SHAPED_BY_FLOATS)
         self.place_parameters(arguments.tensors)
@@ -92,7 +95,9 @@ class Microbatch(Calls):
             known = core.known.keep(key, contract, name_of(function), modes)
         contract, label, digest = known
         self.note_call(label, digest, arguments)
-        stream = self.next_stream(label)
+        draws = contract is not None and contract.draws
+        # Between two steps, what user code draws is the next of the generators' own numbers.
+        stream = None if draws and self.turn == OUTSIDE else self.next_stream(label)
         stage = self._stage_of(contract, arguments)
         if stage is None:
             return self._everywhere(function, args, kwargs)
@@ -111,6 +116,10 @@ class Microbatch(Calls):
     def read_number(self, value: Tensor) -> Any:
         """See :class:`Program`."""
         return self._read_by(Tensor.item, (value,), {})
+
+    def read_whole(self, value: Tensor) -> Tensor:
+        """See :class:`Program`."""
+        return self._read_here(value, "pickle", self.core.device)
 
     def next_stream(self, name: str) -> tuple[int, int]:
         """The random stream of the next call of a name: see :class:`Call`."""
@@ -144,16 +153,8 @@ class Microbatch(Calls):
 
     def _everywhere(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation that uses only the shapes of values, on every stage."""
-
-        def without_values(x: Tensor) -> Tensor:
-            if type(x) not in PLACED:
-                return x
-            return torch.empty_strided(
-                tuple(x.shape), x.stride(), dtype=x.dtype, device=self.core.device
-            )
-
         with without_torch_function_of_subclasses():
-            args, kwargs = copied_call(args, kwargs, without_values, {})
+            args, kwargs = copied_call(args, kwargs, self.without_values, {})
             return function(*args, **kwargs)
 
     # --- layers ---

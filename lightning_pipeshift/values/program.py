@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place, packed
 from lightning_pipeshift.values.arguments import Arguments
 from lightning_pipeshift.values.value import NO_LINE, Value, user_line, version_in
@@ -90,7 +88,6 @@ class NotedProgram:
         """Adds the content of a tensor that every stage has to the digest, where that is cheap."""
         version = version_in(tensor)
         if self._known.get(tensor) != version:
-            require_here(tensor)
             self._known[tensor] = version
             content = content_of(tensor, self.core.compares_floats)
             self.digest = _rolled(self.digest, repr(tensor.shape).encode(), content)
@@ -106,18 +103,6 @@ class NotedProgram:
     def receive(self, key: Key, place: Place) -> Message:
         """Waits for a message."""
         return self.mailbox.take(key, place)
-
-
-def require_here(tensor: Tensor) -> None:
-    """Raises LayerError for a tensor that user code has made one of some stages, between steps."""
-    if isinstance(tensor, RemoteTensor):
-        raise LayerError(
-            f"A step uses a tensor ({user_line()}) that code between steps keeps of parameters (an"
-            " average in a hook, say), and that is on their stages only. Write to it in steps alone"
-            " (under `torch.no_grad()`), and let it be a buffer of the LightningModule"
-            " (`register_buffer`); or make it a part of a module that the step calls"
-            " (`self.teacher = copy.deepcopy(self.net).requires_grad_(False)`)."
-        )
 
 
 def _rolled(digest: int, *contents: Any) -> int:

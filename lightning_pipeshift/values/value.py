@@ -14,6 +14,7 @@ from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
     counted_writes,
     make_wrapper_subclass,
+    mark_as_parameter,
     schema_of,
     without_torch_function_of_subclasses,
 )
@@ -55,6 +56,9 @@ class Program(Protocol):
 
     def read_number(self, value: Tensor) -> Any:
         """The only element of a value, where the step cannot be suspended."""
+
+    def read_whole(self, value: Tensor) -> Tensor:
+        """A value's tensor, without its gradient, on every stage that asks for it."""
 
 
 class _Thread(threading.local):
@@ -203,7 +207,40 @@ class Value(Tensor, WithoutMemory):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.detach().clone()
+        return _deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _pickled(self, protocol)
+
+
+def _pickled(tensor: Tensor, protocol: Any) -> Any:
+    """For `torch.save` of a value or a parameter: a read."""
+    program: Any = _thread.program
+    if program is None:
+        if type(tensor) is Value:
+            raise LayerError(f"Pickling needs a value of a step where no step runs: {_NO_STEP}")
+        return Tensor.__reduce_ex__(tensor, protocol)
+    plain: Any = program.read_whole(tensor)
+    if isinstance(tensor, nn.Parameter):
+        plain = nn.Parameter(plain, tensor.requires_grad)
+    return plain.__reduce_ex__(protocol)
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a value, a parameter or a buffer, for a copy of what has it: a leaf, a parameter if
+    it is one, and a value where a program runs.
+    """
+    found: Tensor | None = memo.get(id(tensor))
+    if found is None:
+        copied: Tensor = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            if type(copied) is Value:
+                mark_as_parameter(copied)
+            else:
+                copied = nn.Parameter(copied, requires_grad=False)
+        found = copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        memo[id(tensor)] = found
+    return found
 
 
 class StepParameter(nn.Parameter):
@@ -235,13 +272,10 @@ class StepParameter(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a copy of a module: a plain one, with the bytes where this stage has them."""
-        if id(self) not in memo:
-            with run_by(None):
-                copied: Tensor = self.data.clone()
-            is_parameter = isinstance(self, nn.Parameter)
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_parameter else copied
-        return memo[id(self)]
+        return _deep_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _pickled(self, protocol)
 
 
 class StepBuffer(Tensor):
@@ -250,6 +284,7 @@ class StepBuffer(Tensor):
     __torch_function__ = StepParameter.__torch_function__
     __torch_dispatch__ = StepParameter.__torch_dispatch__  # type: ignore[assignment]
     __deepcopy__ = StepParameter.__deepcopy__
+    __reduce_ex__ = StepParameter.__reduce_ex__
 
 
 PLACED: frozenset[type] = frozenset({Value, StepParameter, StepBuffer})

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import base_of, num_other_uses
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.program import require_here
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, user_line
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def require_own(core: Core, tensor: Tensor, label: str, needs_gradient: bool) ->
         label: of what writes to it.
         needs_gradient: whether it needs a gradient then.
     """
-    if not is_own(tensor, needs_gradient):
+    if not is_own(core, tensor, needs_gradient):
         require_no_parameter(core, tensor, label)
         raise LayerError(
             f"`{label}` ({user_line()}) writes a value of one stage into a tensor that every"
@@ -80,7 +79,6 @@ def require_no_parameter(core: Core, tensor: Tensor, label: str) -> None:
     """Raises LayerError for a tensor that one stage has, or a parameter, between two steps: there
     they are no values.
     """
-    require_here(tensor)
     if isinstance(tensor, nn.Parameter) and not core.sees_parameters:
         raise LayerError(
             f"`{label}` ({user_line()}) writes a value of a step into a parameter, and runs"
@@ -89,9 +87,18 @@ def require_no_parameter(core: Core, tensor: Tensor, label: str) -> None:
         )
 
 
-def is_own(tensor: Tensor, needs_gradient: bool) -> bool:
-    """Whether a common tensor, with the tensor that it is a view of, has its memory for itself."""
+def is_own(core: Core, tensor: Tensor, needs_gradient: bool) -> bool:
+    """Whether a common tensor can become a value, with what it is a view of, and its aliases."""
     base = base_of(tensor)
-    is_view = base is not None and type(base) is Tensor and not needs_gradient
-    is_shared = num_other_uses(tensor) > is_view
-    return type(tensor) is Tensor and not is_shared and not tensor.requires_grad
+    if base is not None and not needs_gradient and _may_become_value(core, base):
+        return not tensor.requires_grad and num_other_uses(tensor) == 1
+    if tensor.requires_grad and not (tensor.is_leaf and not needs_gradient):
+        return False
+    aliases = core.aliases.of(tensor)
+    return len(aliases) == num_other_uses(tensor) and all(
+        _may_become_value(core, x) for x in (tensor, *aliases)
+    )
+
+
+def _may_become_value(core: Core, tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor not in core.parameter_owners

@@ -32,6 +32,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.checkpoint.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.values.value import Value
 from tests.cases import some
 from tests.features_models import QUIET, built, plain, quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, CheckpointedByHand, Classifier, points
@@ -533,8 +534,9 @@ class Looks(L.Callback):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         averages = self.keeper.averages().values()
-        parameters = sum(parameter.is_meta for parameter in module.parameters())
-        self.num_elsewhere = (parameters, sum(average.is_meta for average in averages))
+        parameters = sum("absent_name" in vars(parameter) for parameter in module.parameters())
+        values = [average for average in averages if isinstance(average, Value)]
+        self.num_elsewhere = (parameters, sum(value.account.tensor is None for value in values))
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from lightning_pipeshift.compat.module_private import (
     make_weak_references,
     parameters_of,
 )
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, swap
+from lightning_pipeshift.model.parameters.absent import AbsentTensor, swap
 
 
 class Slot(NamedTuple):
@@ -197,35 +197,6 @@ def copies_in(
     return list(pairs_in(root, ()))
 
 
-def modules_of_user_code(
-    root: nn.Module,
-    layers: Sequence[nn.Module],
-    uses: Sequence[ParameterUse],
-    called: Container[int] | None,
-) -> set[int]:
-    """The identities of modules in layers that no step calls and that are no copies: only user code
-    between the steps, which runs on every stage, writes to their buffers (the counter of an
-    average).
-
-    Args:
-        root: the LightningModule.
-        layers: its layers.
-        uses: its parameters.
-        called: see :func:`copies_in`.
-    """
-    if called is None:
-        return set()
-    found = {
-        id(module)
-        for index, layer in enumerate(layers)
-        if index not in called
-        for module in layer.modules()
-    }
-    for copied, _ in copies_in(root, uses, called):
-        found -= {id(module) for module in copied.modules()}
-    return found
-
-
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Allows an average for each of several decays, or a teacher of several students.
 _MOST_COPIES = 4
@@ -266,14 +237,14 @@ def give_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 def release(tensor: Tensor, name: str) -> None:
     """Frees the values of a parameter or buffer. The object, its shape and its type remain, and
-    operations on it take effect on the stages that hold it.
+    writing to it takes effect on the stages that hold it.
 
     Args:
         tensor: the parameter or buffer.
         name: its name in the whole model.
     """
-    if not isinstance(tensor, RemoteTensor):
-        swap(tensor, RemoteTensor.like(tensor, [name], is_the_models=True))
+    if not isinstance(tensor, AbsentTensor):
+        swap(tensor, AbsentTensor.like(tensor, name))
     tensor.grad = None
 
 
@@ -287,14 +258,6 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found[owner, ""] = module.get_extra_state()
     return found
-
-
-def state_to_send(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The part of :func:`other_state` that this stage has if it holds the layer: without buffers
-    into which user code has written another stage's values (an average of its weights).
-    """
-    state = other_state(layer)
-    return {path: value for path, value in state.items() if not isinstance(value, RemoteTensor)}
 
 
 def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:

@@ -19,11 +19,10 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.execution.transfer import to_host
+from lightning_pipeshift.model.parameters.absent import AbsentTensor
 from lightning_pipeshift.model.parameters.gradients import added, is_alone
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.model.parameters.uses import ParameterUse, give_gradient
 from lightning_pipeshift.runtime.comm.lane import Lane, Sent
-from lightning_pipeshift.runtime.ownership.kept_tensors import KeptTensors
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable
 
 _CLIPPED_NORM = 2.0
@@ -36,12 +35,10 @@ class HeldGradients:
 
     Args:
         table: the holders of the parameters.
-        kept: the tensors that user code keeps.
     """
 
-    def __init__(self, table: OwnerTable, kept: KeptTensors) -> None:
+    def __init__(self, table: OwnerTable) -> None:
         self._table = table
-        self._kept = kept
         self._channels = table.channels
         # By identity of a parameter held on another stage: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
@@ -70,7 +67,6 @@ class HeldGradients:
             adds: the step adds its own to them, as a plain loop does: they stay where they are.
         """
         self._aside, self._adds = [], adds
-        self._kept.search_anew()
         self._are_summed = False
         for use in self._table.held if not adds else ():
             if use.parameter.grad is not None and keep:
@@ -195,26 +191,28 @@ class HeldGradients:
         for example, compute a wrong sum. Optimizers must not see these placeholders.
         """
         with without_torch_function_of_subclasses():
-            for parameter in self._lacking():
-                if not (isinstance(parameter, RemoteTensor) and parameter.requires_grad):
+            for use in self._lacking():
+                parameter = use.parameter
+                if not (isinstance(parameter, AbsentTensor) and parameter.requires_grad):
                     continue
                 shown, like = self._shown.get(id(parameter)), (parameter.shape, parameter.dtype)
                 if shown is None or (shown.shape, shown.dtype) != like:
-                    shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
+                    shown = AbsentTensor.like(parameter.data, f"the gradient of {use.name}")
+                    self._shown[id(parameter)] = shown
                 parameter.grad = shown
         self._are_shown = True
 
     def hide(self) -> None:
         """Undoes :meth:`show`."""
         with without_torch_function_of_subclasses():
-            for parameter in self._lacking():
-                parameter.grad = None
+            for use in self._lacking():
+                use.parameter.grad = None
         self._are_shown = False
 
-    def _lacking(self) -> list[nn.Parameter]:
+    def _lacking(self) -> list[ParameterUse]:
         """The parameters that other stages hold, and this one does not."""
         held = {id(use.parameter) for use in self._table.held}
-        return [use.parameter for use in self._table.uses if id(use.parameter) not in held]
+        return [use for use in self._table.uses if id(use.parameter) not in held]
 
     def sum_shared(self) -> None:
         """Adds up the gradients of shared parameters from the last holder to the first, which has

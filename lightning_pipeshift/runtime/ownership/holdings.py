@@ -14,20 +14,19 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.parameters.absent import set_in_run
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.remote_tensor import set_owner_lookup
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     flat_weights_forgotten,
     hold,
+    other_state,
     release,
     slots_of,
-    state_to_send,
     take_other_state,
 )
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
-from lightning_pipeshift.runtime.ownership.kept_tensors import KeptTensors
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable
 
 log = logging.getLogger(__name__)
@@ -42,9 +41,6 @@ class Holdings(OwnerTable):
         layers: its layers, in call order.
         stage_of: the stage of each layer.
         channels: the stage's connections.
-        of_user_code: the identities of modules inside of layers whose buffers every stage holds.
-        in_steps: the paths of the tensors of user code that every stage keeps, since steps use
-            them.
     """
 
     def __init__(
@@ -54,17 +50,13 @@ class Holdings(OwnerTable):
         layers: Sequence[nn.Module],
         stage_of: list[int],
         channels: Channels,
-        of_user_code: Collection[int] = (),
-        in_steps: Collection[str] = (),
     ) -> None:
-        super().__init__(root, uses, layers, stage_of, channels, of_user_code)
+        super().__init__(root, uses, layers, stage_of, channels)
         self.state_on_host: frozenset[int] = frozenset()
         """The identities of parameters whose optimizer state is in host memory between steps."""
         self.is_common: Callable[[Tensor], bool] | None = None
         """Whether every stage has a buffer of a layer; ``None``: only the layer's owner has."""
-        self.kept = KeptTensors(self, in_steps)
-        """The tensors that user code keeps outside the model."""
-        self.gradients = HeldGradients(self, self.kept)
+        self.gradients = HeldGradients(self)
         """The gradients of the parameters."""
 
     def _buffers(self) -> list[tuple[Tensor, bool]]:
@@ -74,7 +66,7 @@ class Holdings(OwnerTable):
         inside: dict[int, tuple[Tensor, bool]] = {}
         for layer, stage in self.layers:
             for module in layer.modules():
-                is_here = stage == self.stage or self.is_of_user_code(module)
+                is_here = stage == self.stage
                 for buffer in buffers_of(module).values():
                     if buffer is not None:
                         _, is_held = inside.get(id(buffer), (buffer, False))
@@ -102,7 +94,6 @@ class Holdings(OwnerTable):
             for tensor, is_held in self._tensors():
                 if is_held and deferred.knows(tensor):
                     hold(tensor, deferred.values(tensor))
-            self.kept.pass_on([stage for _, stage in self.layers])
 
     def _fetch(self, deferred: DeferredInit) -> None:
         channels = self.channels
@@ -145,13 +136,13 @@ class Holdings(OwnerTable):
             return
         layer, _ = self.layers[number - len(self.uses)]
         if self.stage == source:
-            channels.send_values(state_to_send(layer), to)
+            channels.send_values(other_state(layer), to)
         elif self.stage == to:
             take_other_state(layer, dict(channels.receive_values(source)))
 
     def state_of(self, layer: nn.Module) -> dict[tuple[str, str], Any]:
         """A layer's state other than parameters, as far as only its owner has it."""
-        state, is_common = state_to_send(layer), self.is_common
+        state, is_common = other_state(layer), self.is_common
         if is_common is None:
             return state
         # Every stage has the attributes that a module's extra state is made of.
@@ -174,8 +165,7 @@ class Holdings(OwnerTable):
                         tensor.data = tensor.data.to(device)
                 else:
                     self._release(tensor, names[id(tensor)])
-        set_owner_lookup(self.kept)
-        self.kept.let_go_of_copies()
+        set_in_run(True)
         for optimizer in optimizers:
             for parameter in list(optimizer.state):
                 if self.stage not in self.holders_of(parameter):
@@ -199,15 +189,13 @@ class Holdings(OwnerTable):
                 for to in range(self.channels.num_stages):
                     if to not in holders:
                         self._pass(number, holders[0], to)
-            self.kept.make_whole()
         self.to_cpu()
 
     def to_cpu(self) -> None:
         """Moves the tensors that this stage holds to the CPU, and stops tracking which stage holds
         which tensor.
         """
-        set_owner_lookup(None)
-        self.kept.search_anew()
+        set_in_run(False)
         for slot in slots_of(self.root):
             tensor = slot.get()
             if tensor is not None and not tensor.is_meta and tensor.device.type != "cpu":

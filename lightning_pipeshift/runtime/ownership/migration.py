@@ -16,7 +16,6 @@ connections of their own, while both stages compute. In a synchronous schedule:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -127,13 +126,6 @@ class Migration(Transfers):
             keeps_gradients: whether gradients from before the step are still needed.
         """
         self.start()
-        begin = time.perf_counter()
-        # The step may use the copies from its first line.
-        has_copies = self._holdings.kept.pass_on(self._stage_of)
-        if has_copies:
-            # Else nothing has been sent: the stage has only waited until the others begin the step,
-            # as it would for its first payload.
-            self.exposed_seconds += time.perf_counter() - begin
         with self._exposed():
             self._holdings.place(self._stage_of)
             self._make_place()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ class OwnerTable:
         layers: its layers, in call order.
         stage_of: the stage of each layer.
         channels: the stage's connections.
-        of_user_code: the identities of modules inside of layers whose buffers every stage holds.
     """
 
     def __init__(
@@ -31,14 +30,12 @@ class OwnerTable:
         layers: Sequence[nn.Module],
         stage_of: Sequence[int],
         channels: Channels,
-        of_user_code: Collection[int] = (),
     ) -> None:
         self.root = root
         self.uses = uses
         self.channels = channels
         self.device = channels.device
         self._modules = list(layers)
-        self._of_user_code = frozenset(of_user_code)
         self._holders: dict[int, list[int]] = {}
         self.held: list[ParameterUse] = []
         """The parameters that this stage holds."""
@@ -69,19 +66,6 @@ class OwnerTable:
             for use in self.uses
             if self.stage in (*self._holders[id(use.parameter)], *before.get(id(use.parameter), ()))
         ]
-        number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
-        # Under all names, those of tied parameters too.
-        self._use_named = {
-            name: number_of[id(parameter)]
-            for name, parameter in self.root.named_parameters(remove_duplicate=False)
-            if id(parameter) in number_of
-        }
-        index_of = {id(layer): index for index, layer in enumerate(self._modules)}
-        self._layer_named = {
-            f"{name}.": index_of[id(module)]
-            for name, module in self.root.named_modules(remove_duplicate=False)
-            if id(module) in index_of
-        }
 
     def knows(self, value: Any) -> bool:
         """Whether a value is one of the model's parameters."""
@@ -101,46 +85,12 @@ class OwnerTable:
         holders = [use.holders(stages, self.channels.num_stages) for use in self.uses]
         return holders + [[stage] for stage in stages]
 
-    def stages_of(self, names: Collection[str], stage_of: Sequence[int] | None = None) -> set[int]:
-        """The stages that hold all of these parameters and buffers.
-
-        Args:
-            names: as in the whole model; a name that it does not have counts as held by all stages.
-            stage_of: the stage of each layer, if it differs from the present one.
-        """
-        stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
-        found = set(range(self.channels.num_stages))
-        for name in names:
-            number = self._use_named.get(name)
-            if number is not None:
-                found &= set(self.uses[number].holders(stages, self.channels.num_stages))
-                continue
-            for prefix, layer in self._layer_named.items():
-                if name.startswith(prefix):
-                    found &= {stages[layer]}
-        return found
-
-    def layers_of(self, name: str) -> list[int]:
-        """The layers that have a parameter or buffer of this name in the whole model."""
-        number = self._use_named.get(name)
-        layers = self.uses[number].layers if number is not None else ()
-        return [
-            layer
-            for prefix, layer in self._layer_named.items()
-            if layer in layers or name.startswith(prefix)
-        ]
-
-    def is_of_user_code(self, module: nn.Module) -> bool:
-        """Whether a module belongs to user code, which keeps its buffers on every stage."""
-        return id(module) in self._of_user_code
-
     def own_tensors(self) -> list[Tensor]:
-        """The model's parameters, and the buffers of its layers except those of user code."""
+        """The model's parameters, and the buffers of its layers."""
         buffers = [
             buffer
             for layer in self._modules
             for module in layer.modules()
-            if not self.is_of_user_code(module)
             for buffer in buffers_of(module).values()
             if buffer is not None
         ]

@@ -1,5 +1,3 @@
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings, optimizer_to_device
-from lightning_pipeshift.runtime.ownership.kept_tensors import KeptTensors
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
@@ -218,32 +215,3 @@ def test_counters_of_steps_are_where_the_optimizer_reads_them(option: str) -> No
     optimizer_to_device(optimizer, torch.device("meta"), DeferredInit())
     found = {name: value.device.type for name, value in optimizer.state[weight].items()}
     assert found == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "meta" if option else "cpu"}
-
-
-def test_counters_are_no_copies_and_cost_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An average's counter and weight are mixed with parameters in each step: a search of all that
-    user code keeps takes tens of milliseconds.
-    """
-    last = nn.Linear(3, 2)
-    net = nn.Sequential(nn.Linear(3, 3), last)
-    average = copy.deepcopy(last)
-    net.__dict__["kept"] = [average]
-    layers = list(net)
-    channels: Any = SimpleNamespace(stage=0, num_stages=1, device=torch.device("cpu"))
-    holdings = Holdings(net, parameter_uses(net, layers), layers, [0, 0], channels)
-    searches: list[None] = []
-    found_copies = KeptTensors._found_copies
-
-    def counted(self: KeptTensors) -> Any:
-        searches.append(None)
-        return found_copies(self)
-
-    monkeypatch.setattr(KeptTensors, "_found_copies", counted)
-    counter = torch.tensor(5)
-    for small in (counter, counter + 1, 1 / (counter + 1)):
-        assert holdings.kept.copied(small) is None
-    assert not searches
-    assert holdings.kept.copied(average.weight.detach().t()) == "1.weight"
-    assert holdings.kept.copied(average.bias) == "1.bias"
-    assert holdings.kept.copied(torch.zeros(3)) is None
-    assert searches

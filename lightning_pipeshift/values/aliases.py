@@ -1,0 +1,77 @@
+"""Common tensors that share memory, found among all objects of Python: when one becomes a value of
+one stage, all have to.
+
+User code between two steps writes to copies of parameters, often through an alias:
+``average.detach().copy_(parameter)``. Torch does not say which tensors share a memory, only how
+many.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import (
+    base_of,
+    num_other_uses,
+    storage_key_of,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten
+from lightning_pipeshift.values.value import run_by
+
+_YOUNGEST_FIRST = 0, 1, 2
+
+
+class Aliases:
+    """Finds the other tensors with a tensor's memory."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Called in each step: what is known has changed."""
+        self._by_memory: dict[int, dict[int, Tensor]] = {}
+        self._recurrent: dict[int, nn.RNNBase] = {}
+        self._has_looked = False
+
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """The other tensors with the same memory that are no views: as many as refer to it, or not
+        all of them can be found.
+        """
+        expected = num_other_uses(tensor)
+        found = self._known(tensor) if expected else []
+        for generation in _YOUNGEST_FIRST:
+            if len(found) == expected:
+                break
+            # New ones are among the youngest, which are few.
+            self._look(generation)
+            found = self._known(tensor)
+        return found
+
+    def _known(self, tensor: Tensor) -> list[Tensor]:
+        known = self._by_memory.get(storage_key_of(tensor), {})
+        return [x for x in known.values() if x is not tensor]
+
+    def _look(self, generation: int) -> None:
+        with run_by(None), without_torch_function_of_subclasses():
+            for x in gc.get_objects(generation):
+                if type(x) in (Tensor, nn.Parameter) and base_of(x) is None:
+                    self._by_memory.setdefault(storage_key_of(x), {})[id(x)] = x
+                elif issubclass(type(x), nn.RNNBase):
+                    self._recurrent[id(x)] = x
+
+    def changing(self, tensor: Tensor) -> AbstractContextManager[None]:
+        """Context in which a tensor may be swapped, also if it is a parameter of a recurrent
+        module, which refers to it weakly.
+        """
+        if isinstance(tensor, nn.Parameter) and not self._has_looked:
+            self._has_looked = True
+            for generation in _YOUNGEST_FIRST:
+                self._look(generation)
+        holders = [
+            each for each in self._recurrent.values() if any(x is tensor for x in each.parameters())
+        ]
+        return flat_weights_forgotten(*holders)
