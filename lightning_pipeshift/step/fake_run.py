@@ -88,9 +88,6 @@ class FakeRun:
     """Whether code between layers draws random numbers: another step may call other layers."""
     core: Core | None = None
     """Knows the contracts of the calls."""
-    used: set[int] = field(default_factory=set)
-    """The memory of the tensors that code between layers uses: see
-    :func:`~lightning_pipeshift.compat.torch_private.storage_key_of`."""
     sent: dict[Value, tuple[int, int, bool]] = field(default_factory=dict)
     """The values that one layer computes, or code behind it, and a later one uses: these two, and
     whether a gradient comes back."""
@@ -161,7 +158,7 @@ def run_without_values(
     if known is not None:
         core.learn_from(known)
     found.core = core
-    program, writes = _Program(core, found), _Writes(found.used)
+    program, writes = _Program(core, found), _Writes()
     # User code may take items out of it.
     batch = map_leaves(lambda leaf: leaf, batch)
     with preserved(root.modules()) as iterators, _parameters_as_they_are(root):
@@ -231,8 +228,9 @@ class _Program(Microbatch):
 
     def undo(self) -> None:
         """Makes common tensors of the user's what they were."""
-        for tensor, value in reversed(self._adopted):
-            torch.utils.swap_tensors(tensor, value)
+        for tensor, plain in reversed(self._adopted):
+            with self.core.aliases.changing(plain):
+                torch.utils.swap_tensors(tensor, plain)
         self._adopted.clear()
         self.release()
 
@@ -261,7 +259,7 @@ class _Program(Microbatch):
         """See :class:`NotedProgram`: nobody compares this program with others."""
 
     def _note_common(self, tensor: Tensor) -> None:
-        self._found.used.add(storage_key_of(tensor))
+        """See :class:`NotedProgram`."""
 
     def tell(self, told: Any, stage: int, label: str) -> Any:
         """See :class:`Transfers`."""
@@ -278,26 +276,19 @@ class _Program(Microbatch):
         raise _End("it calls `backward`")
 
     def _adopt(self, tensor: Tensor, stage: int) -> None:
-        self._note_common(tensor)
         if base_of(tensor) is not None:
             raise _End("it writes a value into a view")
-        with run_by(None), without_torch_function_of_subclasses():
-            kept = tensor.detach().requires_grad_(tensor.requires_grad)
-        kept.__dict__.update(tensor.__dict__)
         super()._adopt(tensor, stage)
-        self._adopted.append((tensor, kept))
+
+    def _became_value(self, value: Tensor, plain: Tensor) -> None:
+        self._adopted.append((value, plain))
 
 
 class _Writes(OperationMode):
-    """Keeps what is in tensors that were there before, and are written to.
+    """Keeps what is in tensors that were there before, and are written to."""
 
-    Args:
-        used: gets the memory of all tensors that are used.
-    """
-
-    def __init__(self, used: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._used = used
         self._made: set[int] = set()
         self._before: dict[int, tuple[Any, Any]] = {}
 
@@ -310,7 +301,6 @@ class _Writes(OperationMode):
                 self._before[key] = storage, storage.clone()
         result = func(*args, **kwargs)
         given = set(map(storage_key_of, filter(_has_memory, pytree.tree_leaves((args, kwargs)))))
-        self._used |= given
         for tensor in filter(_has_memory, pytree.tree_leaves(result)):
             if storage_key_of(tensor) not in given:
                 self._made.add(storage_key_of(tensor))

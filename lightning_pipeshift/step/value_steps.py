@@ -307,7 +307,7 @@ class ValueSteps:
         with run_by(None), torch.no_grad(), flat_weights_forgotten(*self._recurrent()):
             mine: dict[Any, list[Value]] = {}
             for _, x in self._kept():
-                if isinstance(x, Value) and (is_over or not _is_large(x)):
+                if isinstance(x, Value) and (is_over or not _remains(x)):
                     mine.setdefault(x.account.name, []).append(x)
             here = {name: x.account for name, (x, *_) in mine.items() if x.account.owner == stage}
             for owner in range(self._channels.num_stages):
@@ -350,14 +350,11 @@ def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:
     return lambda number, _: stage_of[number]
 
 
-# What hooks have computed, and is as small as this, every stage gets at an epoch's end.
-_SMALL_BYTES = 4096
-
-
-def _is_large(value: Value) -> bool:
+def _remains(value: Value) -> bool:
+    """Whether a value remains one at the end of an epoch: an average, not a loss in a list."""
     assert value.account.name is not None
     _, turn, _ = value.account.name
-    return turn == OUTSIDE and value.numel() * value.element_size() > _SMALL_BYTES
+    return turn == OUTSIDE and value.dim() > 0
 
 
 def _objects_around(module: Any) -> dict[str, Any]:

@@ -470,6 +470,10 @@ class Calls(Transfers):
             with self.core.aliases.changing(each):
                 swap(each, value)
             # Now the user's object is the value, and the other one has the memory.
-            self._note_living(each)
-            if self.stage == stage:
-                self.account_of(each).begin(stage, value)
+            self._became_value(each, value)
+
+    def _became_value(self, value: Tensor, plain: Tensor) -> None:
+        self._note_living(value)
+        account = self.account_of(value)
+        if self.stage == account.owner:
+            account.begin(self.stage, plain)

@@ -219,11 +219,14 @@ def _pickled(tensor: Tensor, protocol: Any) -> Any:
     if program is None:
         if type(tensor) is Value:
             raise LayerError(f"Pickling needs a value of a step where no step runs: {_NO_STEP}")
-        return Tensor.__reduce_ex__(tensor, protocol)
+        return _plain_pickled(tensor, protocol)
     plain: Any = program.read_whole(tensor)
     if isinstance(tensor, nn.Parameter):
         plain = nn.Parameter(plain, tensor.requires_grad)
     return plain.__reduce_ex__(protocol)
+
+
+_plain_pickled: Any = Tensor.__reduce_ex__
 
 
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -25,7 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeshift.compat.torch_private import current_function_mode, storage_key_of
+from lightning_pipeshift.compat.torch_private import (
+    current_function_mode,
+    storage_key_of,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 
 _NONE = -1
@@ -250,7 +254,9 @@ class _Guard(TorchFunctionMode):
     ) -> Any:
         """Called in place of a function of torch."""
         if self._watches and self._updates.is_pending and function not in _HARMLESS:
-            self._updates.before_use((args, kwargs))
+            # In hooks parameters are values.
+            with without_torch_function_of_subclasses():
+                self._updates.before_use((args, kwargs))
         return function(*args, **(kwargs or {}))
 
 
