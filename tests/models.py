@@ -32,6 +32,11 @@ NUM_TOKENS = 37
 SEQUENCE_LENGTH = 10
 
 
+def is_held(parameter: Tensor) -> bool:
+    """Whether this stage has the values of a parameter: in a hook it does not look otherwise."""
+    return "absent_name" not in vars(parameter)
+
+
 # --------------------------------------------------------------------------------------------------
 # Data
 # --------------------------------------------------------------------------------------------------

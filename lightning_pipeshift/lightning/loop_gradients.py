@@ -178,7 +178,10 @@ class LoopGradients:
 
     def _end_step(self) -> None:
         """Called when the optimizer has stepped: hooks may read gradients until they are zeroed."""
-        pipeline = self._pipeline
+        pipeline, program = self._pipeline, running()
+        if isinstance(program, Microbatch):
+            program.step_parameters(list(program.accounts))
+            pipeline.values.core.changed()
         # There are none if the optimizer did not call the step; Lightning raises an error for that.
         if pipeline.holdings is not None:
             pipeline.holdings.gradients.show()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
+from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.absent import swap
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten
@@ -33,6 +34,7 @@ from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import UserStep
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
+from lightning_pipeshift.values.kept import KeptOfLayer
 from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
@@ -148,12 +150,38 @@ class ValueSteps:
             stage_of: the stage of each layer.
         """
         assert self._between is not None
+        self._between.release()
+        before = [self.core.owners(number, 0) for number in range(len(stage_of))]
         self.core.place(_owners(stage_of))
         self._place_trained()
+        pairs = enumerate(zip(before, stage_of, strict=True))
+        self._move_kept({number: pair for number, pair in pairs if pair[0] != pair[1]})
         self.core.note(self._between)
         self.leave_tails()
         self.begin_between()
         self.learn()
+
+    def _move_kept(self, moves: Mapping[int, tuple[int, int]]) -> None:
+        """Moves what user code keeps of the parameters of layers, averages for example, with them.
+        Every stage calls this.
+
+        Args:
+            moves: of each layer, its owner until now and the next one.
+        """
+        core, channels = self.core, self._channels
+        for number, (source, to) in moves.items():
+            with run_by(None), without_torch_function_of_subclasses(), torch.no_grad():
+                moving = KeptOfLayer(core, number, source)
+                if self._updates_apart:
+                    # Nobody waits for another stage here: averages remain, and are updated there.
+                    moving.require_no_views()
+                    continue
+                sent: dict[Any, Any] = {}
+                if channels.stage == source:
+                    channels.send_values(moving.packed(), to)
+                elif channels.stage == to:
+                    sent = dict(channels.receive_values(source))
+                moving.arrive(to, sent)
 
     def _place_trained(self) -> None:
         if not self._updates_apart:
@@ -307,7 +335,7 @@ class ValueSteps:
         with run_by(None), torch.no_grad(), flat_weights_forgotten(*self._recurrent()):
             mine: dict[Any, list[Value]] = {}
             for _, x in self._kept():
-                if isinstance(x, Value) and (is_over or not _remains(x)):
+                if isinstance(x, Value) and (is_over or not self._remains(x)):
                     mine.setdefault(x.account.name, []).append(x)
             here = {name: x.account for name, (x, *_) in mine.items() if x.account.owner == stage}
             for owner in range(self._channels.num_stages):
@@ -322,6 +350,16 @@ class ValueSteps:
                         if isinstance(value, nn.Parameter):
                             fresh = nn.Parameter(fresh, value.requires_grad)
                         swap(value, fresh)
+
+    def _remains(self, value: Value) -> bool:
+        """Whether a value remains one at the end of an epoch: an average, or what has the memory of
+        a parameter, and not a loss in a list.
+        """
+        account = value.account
+        assert account.name is not None
+        _, turn, _ = account.name
+        is_view = any(account is each() for views in self.core.views.values() for each in views)
+        return is_view or (turn == OUTSIDE and value.dim() > 0)
 
     def _kept(self) -> Iterator[Node]:
         """The objects that user code keeps, except the model's own parameters."""
@@ -348,13 +386,6 @@ class ValueSteps:
 
 def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:
     return lambda number, _: stage_of[number]
-
-
-def _remains(value: Value) -> bool:
-    """Whether a value remains one at the end of an epoch: an average, not a loss in a list."""
-    assert value.account.name is not None
-    _, turn, _ = value.account.name
-    return turn == OUTSIDE and value.dim() > 0
 
 
 def _objects_around(module: Any) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Account:
         sent_at: at the owner: how often the tensor had been written to when it was sent first.
         version: how often the memory had been written to when the bytes were computed.
         seen: here, what another stage has sent for a read; it may be of a write before.
+        layer: the number of the only layer that it is computed from, between two steps: an average
+            of its parameters, which moves with it.
     """
 
     __slots__ = (
@@ -82,6 +84,7 @@ class Account:
         "has_left",
         "holders",
         "last",
+        "layer",
         "link",
         "memory",
         "name",
@@ -102,6 +105,7 @@ class Account:
         self.graph: Graph | None = None
         self.name: tuple[int, int, int] | None = None
         self.seen: tuple[int, Tensor] | None = None
+        self.layer: int | None = None
         self.begin(owner, tensor)
 
     def begin(self, owner: int, tensor: Tensor | None) -> None:

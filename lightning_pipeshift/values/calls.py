@@ -34,6 +34,7 @@ from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
     StepBuffer,
+    StepParameter,
     Value,
     run_by,
     user_line,
@@ -281,6 +282,10 @@ class Calls(Transfers):
             shared = before[-1 - at] if is_new else call.arguments.tensors[at]
             memory = self.account_of(shared).memory if type(shared) in PLACED else None
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
+        if memory is not None and isinstance(shared, StepParameter | StepBuffer):
+            self.core.views.setdefault(shared, []).append(weakref.ref(account))
+        if self.is_outside:
+            account.layer = self._layer_of(call)
         if spec.requires_grad:
             account.graph = self._joined(call) if graph is None else graph
         if tensor is not None:
@@ -368,8 +373,11 @@ class Calls(Transfers):
         account.begin(call.stage, kept)
         if account.name is not None:
             self._name(account)
+        if self.is_outside:
+            account.layer = self._layer_of(call)
         for x in placed:
             self.core.writes_to(x)
+        self.core.changed(placed, account.memory)
         for other in sharing:
             if other.owner == call.stage:
                 other.refresh()
@@ -380,6 +388,16 @@ class Calls(Transfers):
             if target.requires_grad != account.requires_grad:
                 with without_torch_function_of_subclasses():
                     target.requires_grad_(account.requires_grad)
+
+    def _layer_of(self, call: Call) -> int | None:
+        """The number of the only layer that a call computes from."""
+        found: set[int | None] = set()
+        for x in call.arguments.tensors:
+            if isinstance(x, Value):
+                found.add(x.account.layer)
+            elif type(x) in PLACED:
+                found.update(self.core.layers_with.get(x, (None,)))
+        return found.pop() if len(found) == 1 else None
 
     def writes_placed(self) -> None:
         """Called where an operation writes to a parameter, or to a buffer of a layer."""

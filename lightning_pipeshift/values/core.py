@@ -18,7 +18,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
-from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.account import Account, Memory
 from lightning_pipeshift.values.aliases import Aliases
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.contract_finder import ContractFinder
@@ -93,6 +93,9 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
+        self.views: dict[Tensor, list[weakref.ref[Account]]] = {}
+        """Of the values that have the memory of a parameter or a buffer (`x.data`), by the latter:
+        user code may keep them."""
         self.kept: weakref.WeakSet[Account] = weakref.WeakSet()
         """Of the values of programs that are over, and that other code still has."""
         self.num_steps = self.step_number = 0
@@ -262,12 +265,29 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
+        self.changed()
         self.called.clear()
         self.num_steps += 1
         self.mailbox.forget(self.num_steps - num_under_way - num_ahead)
         if not num_under_way:
             self.mailbox.pass_phase()
             self.switched.clear()
+
+    def changed(self, tensors: Iterable[Tensor] | None = None, but: Memory | None = None) -> None:
+        """Parameters have changed, by an optimizer or in another program: copies at other stages of
+        what user code keeps of their memory are old. Every stage calls this.
+
+        Args:
+            tensors: the parameters; ``None``: any.
+            but: the memory that is known to have changed.
+        """
+        for tensor in list(self.views) if tensors is None else tensors:
+            living = [x for each in self.views.pop(tensor, ()) if (x := each()) is not None]
+            if living:
+                self.views[tensor] = list(map(weakref.ref, living))
+            for account in living:
+                if account.memory is not but:
+                    account.memory.write(account.owner)
 
     @contextmanager
     def trained_as(self, flags: dict[Tensor, bool]) -> Iterator[None]:

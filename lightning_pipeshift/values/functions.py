@@ -43,6 +43,7 @@ OF_PARAMETERS: frozenset[Any] = frozenset(
     {
         Tensor.register_hook,
         Tensor.register_post_accumulate_grad_hook,
+        *_methods("data_ptr untyped_storage storage_offset"),
     }
 )
 """Functions of a parameter that concern the stage that holds it, and no step."""

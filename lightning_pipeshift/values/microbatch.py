@@ -22,6 +22,7 @@ from lightning_pipeshift.values.calls import Call, Calls, described, modes_of
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_calls import call_layer
+from lightning_pipeshift.values.program import OUTSIDE as OUTSIDE
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, name_of
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
 # Functions whose results' shapes depend on floats.
 _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
-OUTSIDE = -1
-"""The turn of what runs outside of steps."""
 
 
 class Microbatch(Calls):
@@ -97,7 +96,7 @@ class Microbatch(Calls):
         self.note_call(label, digest, arguments)
         draws = contract is not None and contract.draws
         # Between two steps, what user code draws is the next of the generators' own numbers.
-        stream = None if draws and self.turn == OUTSIDE else self.next_stream(label)
+        stream = None if draws and self.is_outside else self.next_stream(label)
         stage = self._stage_of(contract, arguments)
         if stage is None:
             return self._everywhere(function, args, kwargs)

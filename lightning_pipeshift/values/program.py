@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
 
 
+OUTSIDE = -1
+"""The turn of what runs outside of steps."""
 DIGEST_MASK = (1 << 48) - 1
 # Of a common tensor, about so many elements are compared between the stages.
 _MOST_ELEMENTS = 1 << 14
@@ -34,6 +36,7 @@ class NotedProgram:
     def __init__(self, core: Core, run_number: int, turn: int) -> None:
         self.core, self.mailbox, self.stage = core, core.mailbox, core.stage
         self._run_number, self.turn = run_number, turn
+        self.is_outside = turn == OUTSIDE
         self._serial = self._num_backwards = 0
         self.digest = core.digest
         self.last = "", ""

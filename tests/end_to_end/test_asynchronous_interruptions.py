@@ -89,7 +89,7 @@ class TakenAway(L.Callback):
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         weights = [layer.linear.weight for layer in module.layers]
-        self.held = sum(not weight.is_meta for weight in weights)
+        self.held = sum(map(is_held, weights))
 
     # --- in the thread of a move ---
 

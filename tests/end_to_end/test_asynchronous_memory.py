@@ -28,6 +28,7 @@ from tests.end_to_end import test_asynchronous
 from tests.end_to_end.test_memory_compression import POLICIES, Between, Block, Trains
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.living_bytes import room_bytes
+from tests.models import is_held
 
 WIDTH, SAMPLES, NUM_BATCHES = 64, 16, 14
 
@@ -362,13 +363,13 @@ class Living(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         for parameter in module.parameters() if self.found else ():
-            if not parameter.is_meta and id(parameter) not in self._heard:
+            if is_held(parameter) and id(parameter) not in self._heard:
                 self._heard.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         # The newest version of each weight: older ones have been seen when they were that.
-        held = [p for p in module.parameters() if not p.is_meta]
+        held = [p for p in module.parameters() if is_held(p)]
         state = trainer.optimizers[0].state
         for parameter in held:
             self._weights.add(parameter)

@@ -28,7 +28,7 @@ from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.cases import some
 from tests.features_models import quiet_trainer
-from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
+from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, is_held, points
 
 SEED = 11
 MICROBATCHES = 4
@@ -393,7 +393,7 @@ def placeholders_of_other_stages(partition: Any) -> list[str]:
         held: list[str]
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            self.held = [n for n, p in module.named_parameters() if not p.is_meta]
+            self.held = [n for n, p in module.named_parameters() if is_held(p)]
 
     looks = Looks()
     trainer = quiet_trainer(

@@ -1,0 +1,125 @@
+"""What user code keeps of one layer's parameters, averages for example, when the layer moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import storage_key_of
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.values.account import Account
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.values.core import Core
+
+
+class _Sent(NamedTuple):
+    """A value on its way.
+
+    Args:
+        memory: the number of the memory among those that move; ``None``: that of a parameter.
+        tensor: the number of the parameter or buffer whose memory it has.
+        offset: of its first element.
+        shape: its sizes.
+        stride: its strides.
+        dtype: the type of its elements.
+    """
+
+    memory: int | None
+    tensor: int | None
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class KeptOfLayer:
+    """The values that are computed from one layer only. The same on every stage, but for those that
+    other ranks' Python has not deleted yet.
+
+    Args:
+        core: this stage's.
+        number: of the layer.
+        source: the stage that the layer leaves.
+    """
+
+    def __init__(self, core: Core, number: int, source: int) -> None:
+        self._core = core
+        self._name = core.names[number]
+        self._own = core.placed_layers[number].tensors
+        self._accounts: dict[Any, list[Account]] = {}
+        views = self._views = {
+            id(account)
+            for tensor in self._own
+            for each in core.views.get(tensor, ())
+            if (account := each()) is not None
+        }
+        for account in core.kept:
+            is_leaf = account.graph is None
+            if (
+                account.owner == source
+                and is_leaf
+                and (account.layer == number or id(account) in views)
+            ):
+                self._accounts.setdefault(account.name, []).append(account)
+
+    def require_no_views(self) -> None:
+        """Raises LayerError if user code keeps the memory of a parameter."""
+        if self._views:
+            raise LayerError(
+                f"The layer `{self._name}` moves to another stage, and your code keeps the memory"
+                " of one of its parameters or buffers (`x.data`, `x.detach()`) behind a step. With an"
+                " asynchronous schedule that does not move: keep a copy (`x.detach().clone()`), or"
+                " use schedule='1f1b'."
+            )
+
+    def packed(self) -> dict[Any, Any]:
+        """What the next owner needs: each memory once, and where the values are in it."""
+        found: dict[Any, Any] = {}
+        of_layer = {storage_key_of(x): at for at, x in enumerate(self._own) if not x.is_meta}
+        numbers: dict[int, int] = {}
+        for name, (account, *_) in self._accounts.items():
+            tensor = account.tensor
+            assert tensor is not None
+            key = storage_key_of(tensor)
+            where = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+            if key in of_layer:
+                found[name] = _Sent(None, of_layer[key], *where)
+                continue
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                found[numbers[key]] = storage.set_(tensor.untyped_storage())
+            found[name] = _Sent(numbers[key], None, *where)
+        return found
+
+    def arrive(self, to: int, sent: Mapping[Any, Any]) -> None:
+        """Makes a stage the owner.
+
+        Args:
+            to: the stage.
+            sent: there, what :meth:`packed` gave.
+        """
+        memories = {
+            key: to_device(x, self._core.device) for key, x in sent.items() if type(key) is int
+        }
+        for name, accounts in self._accounts.items():
+            for account in accounts:
+                tensor = None
+                if name in sent:
+                    tensor = self._placed(account, sent[name], memories)
+                account.begin(to, tensor)
+
+    def _placed(self, account: Account, sent: _Sent, memories: Mapping[int, Tensor]) -> Tensor:
+        if sent.memory is None:
+            assert sent.tensor is not None
+            storage = self._own[sent.tensor].detach().untyped_storage()
+        else:
+            storage = memories[sent.memory].untyped_storage()
+        found = torch.empty(0, dtype=sent.dtype, device=self._core.device)
+        found.set_(storage, sent.offset, sent.shape, sent.stride)
+        return found.requires_grad_(account.requires_grad)
