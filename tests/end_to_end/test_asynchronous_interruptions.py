@@ -31,6 +31,7 @@ from tests.end_to_end.test_asynchronous import (
     require_same,
     train,
 )
+from tests.models import is_held
 
 MOVES_AFTER = 4
 """The minibatch after which a move is asked for."""
