@@ -29,7 +29,8 @@ from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.step.pipeline import Pipeline
-from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import Value, run_by, running
 
 # A step of an optimizer, given the closure that computes the gradients: returns the step's result.

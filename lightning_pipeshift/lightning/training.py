@@ -40,7 +40,8 @@ from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.synchronous import SynchronousPipeline
 from lightning_pipeshift.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.timeline.recording import What
-from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import Value, run_by, running
 
 

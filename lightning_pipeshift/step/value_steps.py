@@ -35,7 +35,8 @@ from lightning_pipeshift.step.training_batch import UserStep
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.kept import KeptOfLayer
-from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
 
 

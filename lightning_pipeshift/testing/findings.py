@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.arguments import Arguments
 from lightning_pipeshift.values.calls import Call, Calls
-from lightning_pipeshift.values.microbatch import OUTSIDE
+from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import PLACED, Value
 
 END_OF_STEP = "the end of the step"

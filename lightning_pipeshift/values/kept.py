@@ -73,8 +73,8 @@ class KeptOfLayer:
             raise LayerError(
                 f"The layer `{self._name}` moves to another stage, and your code keeps the memory"
                 " of one of its parameters or buffers (`x.data`, `x.detach()`) behind a step. With"
-                " an asynchronous schedule that does not move: keep a copy, `x.detach().clone()`, or"
-                " use schedule='1f1b'."
+                " an asynchronous schedule that does not move: keep a copy (`x.clone()`), or use"
+                " schedule='1f1b'."
             )
 
     def packed(self) -> dict[Any, Any]:

@@ -22,7 +22,6 @@ from lightning_pipeshift.values.calls import Call, Calls, described, modes_of
 from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import READS
 from lightning_pipeshift.values.layer_calls import call_layer
-from lightning_pipeshift.values.program import OUTSIDE as OUTSIDE
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, name_of
 

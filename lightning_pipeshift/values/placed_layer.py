@@ -18,7 +18,8 @@ from lightning_pipeshift.compat.module_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.layer_contracts import flagged_in, is_heard
 from lightning_pipeshift.values.layer_state import Attribute, Watch
-from lightning_pipeshift.values.microbatch import OUTSIDE, Microbatch
+from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import running
 
 if TYPE_CHECKING:

@@ -1,0 +1,305 @@
+"""What user code does with parameters in hooks, between steps: the same bits, numbers and files on
+one, two and three stages.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.features_models import QUIET, built, plain
+from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
+
+WIDTH = 16
+
+
+class Watched(Classifier):
+    """Four layers with parameters. ``seen`` collects what code has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linears = [nn.Linear(NUM_FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        layers = [module for linear in linears for module in (linear, nn.ReLU())]
+        self.net = nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
+        self.seen: list[Any] = []
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.net(features)
+        return scores
+
+
+class LogsNorms(Watched):
+    def on_train_epoch_end(self) -> None:
+        self.log("norms", sum(p.norm() for p in self.parameters()))
+        self.seen += [p.norm().item() for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("first", self.net[0].weight.abs().mean())  # type: ignore[operator]
+        self.seen.append(f"{self.net[2].weight.std():.4f}")  # type: ignore[operator]
+
+
+class ReadsWhole(Watched):
+    def on_train_epoch_end(self) -> None:
+        self.seen += [p.detach().cpu().numpy().ravel()[:3].tolist() for p in self.parameters()]
+        self.seen.append({name: x.cpu().sum().item() for name, x in self.state_dict().items()})
+        self.seen.append(parameters_to_vector(self.parameters()).norm().item())
+
+
+class Saves(Watched):
+    def on_train_epoch_end(self) -> None:
+        path = f"weights_{self.global_rank}.pt"
+        torch.save({"all": self.state_dict(), "first": self.net[0].weight}, path)
+        saved = torch.load(path, weights_only=True)
+        assert isinstance(saved["first"], nn.Parameter)
+        self.seen += [x.sum().item() for x in (*saved["all"].values(), saved["first"])]
+
+
+class Writes(Watched):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+            last: Any = self.net[-1]
+            last.bias.copy_(self.get_parameter("net.0.bias")[:NUM_CLASSES])
+        for parameter in self.net[2].parameters():
+            parameter.data.mul_(0.99)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            linear: Any = self.net[4]
+            linear.reset_parameters()
+            nn.init.zeros_(self.get_parameter("net.2.bias"))
+
+
+class Prunes(Watched):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    half = parameter.abs().flatten().kthvalue(parameter.numel() // 2).values
+                    parameter.mul_(parameter.abs() > half)
+
+
+class Copies(Watched):
+    """Copies a trained module, and calls the copy."""
+
+    def on_train_epoch_end(self) -> None:
+        copied = copy.deepcopy(self.net).eval()
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in copied.parameters())
+        with torch.no_grad():
+            self.seen.append(copied(torch.ones(2, NUM_FEATURES)).sum().item())
+            self.seen.append(self.net(torch.ones(2, NUM_FEATURES)).sum().item())
+
+
+class Compares(Watched):
+    """With the last batch's parameters, and the first ones."""
+
+    last: list[Tensor] | None = None
+
+    def on_fit_start(self) -> None:
+        self.first = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = [p.detach().clone() for p in self.parameters()]
+        if self.last is not None:
+            pairs = zip(now, self.last, strict=True)
+            self.seen.append(sum((a - b).norm() for a, b in pairs).item())
+        self.last = now
+        for name, p in self.named_parameters():
+            both = p.detach().flatten(), self.first[name].flatten()
+            self.seen.append(F.cosine_similarity(*both, dim=0).item())
+
+
+class KeepsTheBest(Watched):
+    def on_train_epoch_end(self) -> None:
+        self.best = {name: x.clone() for name, x in self.state_dict().items()}
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.load_state_dict(self.best)
+
+
+class EvaluatesTheAverage(Watched):
+    """Exchanges the weights with their average while it evaluates."""
+
+    def on_fit_start(self) -> None:
+        self.average = [p.detach().clone() for p in self.net.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for average, p in zip(self.average, self.net.parameters(), strict=True):
+                average.lerp_(p, 0.1)
+
+    def exchange(self) -> None:
+        for average, p in zip(self.average, self.net.parameters(), strict=True):
+            before = p.data.clone()
+            p.data.copy_(average)
+            average.copy_(before)
+
+    def on_validation_epoch_start(self) -> None:
+        self.exchange()
+
+    def on_validation_epoch_end(self) -> None:
+        self.exchange()
+
+
+class PullsToTheAverage(EvaluatesTheAverage):
+    """A step uses what hooks write to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        pairs = zip(self.net.parameters(), self.average, strict=True)
+        return super().training_step(batch, batch_idx) + sum(
+            (p - x).square().sum() for p, x in pairs
+        )
+
+
+class AllAtOnce(EvaluatesTheAverage):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.net.parameters()], 0.1)
+        self.seen.append(torch.stack(torch._foreach_norm(self.average)).norm().item())
+
+
+class ReadsGradients(Watched):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [p.grad.norm().item() for p in self.parameters() if p.grad is not None]
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.seen.append([p.grad is None or p.grad.norm().item() for p in self.parameters()])
+
+
+class ReadsOnOneRank(Watched):
+    """All compute, and the first reads, which is the same on every split."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        norm = self.get_parameter("net.6.weight").norm()
+        if self.trainer.is_global_zero:
+            Path("norm").write_text(f"{norm.item()}")
+
+    def on_train_end(self) -> None:
+        self.trainer.strategy.barrier()
+        self.seen.append(Path("norm").read_text())
+
+
+class KeepsMemory(Watched):
+    """``x.data`` goes on to show what the optimizer has made of it."""
+
+    kept: list[Tensor] | None = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.kept is None:
+            self.kept = [p.data for p in self.parameters()]
+        first, last = self.kept[0], self.kept[-2]
+        self.seen.append(((first.sum() * last).sum() + (last.sum() * first).sum()).item())
+
+
+class KeepsMemoryInSteps(Watched):
+    kept: list[Tensor] | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, last = self.get_parameter("net.0.weight"), self.get_parameter("net.6.weight")
+        if self.kept is None:
+            self.kept = [first.data, last.detach()]
+        a, b = self.kept
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * (a.mean() * last.sum() + b.mean() * first.sum())
+
+
+class Freezes(Watched):
+    def on_train_epoch_start(self) -> None:
+        for p in self.net[0].parameters():
+            p.requires_grad_(self.current_epoch % 2 == 0)
+
+
+class Normalises(Watched):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                assert torch.isfinite(p).all()
+                if p.dim() > 1:
+                    p.div_(torch.linalg.matrix_norm(p, 2).clamp(min=1))
+
+
+HABITS = [
+    LogsNorms,
+    ReadsWhole,
+    Saves,
+    Writes,
+    Prunes,
+    Copies,
+    Compares,
+    KeepsTheBest,
+    EvaluatesTheAverage,
+    PullsToTheAverage,
+    AllAtOnce,
+    ReadsGradients,
+    ReadsOnOneRank,
+    KeepsMemory,
+    KeepsMemoryInSteps,
+    Freezes,
+    Normalises,
+]
+
+
+class Moves(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        counts = {1: (1, 3), 4: (3, 1), 6: (0, 4)}.get(trainer.global_step)
+        if counts is not None:
+            plan = trainer.strategy.plan
+            trainer.strategy.adopt(plan.with_placement(Placement((counts,))))
+
+
+def fit_all(schedule: str = "1f1b", moves: bool = False) -> list[dict[str, Any]]:
+    """Trains one after the other, as a rank of a job."""
+    found = []
+    how: dict[str, Any] = {**QUIET, "num_sanity_val_steps": 0}
+    for habit in HABITS:
+        L.seed_everything(3, verbose=False)
+        module = built(habit)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=int(os.environ["WORLD_SIZE"]),
+            strategy=PipeShiftStrategy(microbatches=2, partition="uniform", schedule=schedule),
+            max_epochs=3,
+            callbacks=[Moves()] if moves else [],
+            **how,
+        )
+        trainer.fit(module, points(3), points(2, seed=3))
+        logged = plain(dict(trainer.callback_metrics))
+        state = plain(dict(module.state_dict()))
+        found.append({"state": state, "seen": repr(module.seen), "logged": logged})
+    return found
+
+
+def require_same(ranks: list[Any], expected: list[Any]) -> None:
+    for rank, found in enumerate(ranks):
+        for habit, mine, theirs in zip(HABITS, found, expected, strict=True):
+            where = f"{habit.__name__}, rank {rank}"
+            assert mine["seen"] == theirs["seen"], where
+            for kind in ("state", "logged"):
+                assert mine[kind].keys() == theirs[kind].keys(), where
+                different = [
+                    n for n, x in mine[kind].items() if not torch.equal(x, theirs[kind][n])
+                ]
+                assert not different, f"{where}: {kind} differ in {different}"
+
+
+@pytest.mark.feature("Callbacks", "parameters and gradients in hooks, read and written")
+def test_hooks_see_the_parameters_of_all_stages() -> None:
+    import os as _o
+
+    (expected,) = run_ranks(fit_all, 1)
+    for stages in (2, 3) if not _o.environ.get("XX") else ():
+        require_same(run_ranks(fit_all, stages), expected)
+    require_same(run_ranks(fit_all, 2, moves=True), expected)
