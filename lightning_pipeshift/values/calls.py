@@ -460,8 +460,7 @@ class Calls(Transfers):
         what is a leaf.
         """
         base = base_of(tensor)
-        # What a weak reference refers to cannot be swapped.
-        self._known.pop(tensor, None)
+        self._forget_common(tensor)
         if base is not None and not tensor.requires_grad:
             # A write reaches what it is a view of. What has a view cannot be swapped.
             shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -475,7 +474,7 @@ class Calls(Transfers):
             return
         first = self.new_account(stage, tensor.requires_grad, None)
         for each in (tensor, *self.core.aliases.of(tensor)):
-            self._known.pop(each, None)
+            self._forget_common(each)
             spec, account = spec_of(each), first
             if each is not tensor:
                 account = Account(stage, spec.requires_grad, None, first.memory)
@@ -485,8 +484,16 @@ class Calls(Transfers):
             value = Value(spec, self.core.device, account)
             if isinstance(each, nn.Parameter):
                 mark_as_parameter(value)
-            with self.core.aliases.changing(each):
-                swap(each, value)
+            try:
+                with self.core.aliases.changing(each):
+                    swap(each, value)
+            except RuntimeError as error:
+                raise LayerError(
+                    f"A value of one stage is written into a tensor ({user_line()}) that something"
+                    " of torch still refers to: a weak reference, or the graph of a minibatch in"
+                    " flight. Write into a copy of it (`x.clone()`), or let it be a buffer of the"
+                    " LightningModule that steps alone write to."
+                ) from error
             # Now the user's object is the value, and the other one has the memory.
             self._became_value(each, value)
 
