@@ -275,10 +275,10 @@ class _Program(Microbatch):
         """See :class:`Microbatch`."""
         raise _End("it calls `backward`")
 
-    def _adopt(self, tensor: Tensor, stage: int) -> None:
+    def _adopt(self, tensor: Tensor, stage: int, is_written: bool = True) -> None:
         if base_of(tensor) is not None:
             raise _End("it writes a value into a view")
-        super()._adopt(tensor, stage)
+        super()._adopt(tensor, stage, is_written)
 
     def _became_value(self, value: Tensor, plain: Tensor) -> None:
         self._adopted.append((value, plain))

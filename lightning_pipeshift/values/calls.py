@@ -450,14 +450,18 @@ class Calls(Transfers):
         """
         is_plain = type(tensor) is Tensor and tensor.is_leaf
         if is_plain and tensor.grad is None and not has_hooks(tensor):
-            self._adopt(tensor, call.stage)
+            self._adopt(tensor, call.stage, is_written=False)
         elif not self.is_alone:
             return self.enter(tensor, call.stage, call.label)
         return None
 
-    def _adopt(self, tensor: Tensor, stage: int) -> None:
-        """Makes a common tensor a value of one stage: that writes into it, or gets the gradient of
-        what is a leaf.
+    def _adopt(self, tensor: Tensor, stage: int, is_written: bool = True) -> None:
+        """Makes a common tensor a value of one stage.
+
+        Args:
+            tensor: the tensor.
+            stage: writes into it, or gets the gradient of what is a leaf.
+            is_written: whether it writes, so that all who have the memory have to see that.
         """
         base = base_of(tensor)
         self._forget_common(tensor)
@@ -473,7 +477,8 @@ class Calls(Transfers):
             self._note_living(tensor)
             return
         first = self.new_account(stage, tensor.requires_grad, None)
-        for each in (tensor, *self.core.aliases.of(tensor)):
+        aliases = self.core.aliases.of(tensor) if is_written and base is None else ()
+        for each in (tensor, *aliases):
             self._forget_common(each)
             spec, account = spec_of(each), first
             if each is not tensor:

@@ -25,7 +25,9 @@ _OWN_ATTRIBUTES = frozenset(
     {"absent_name", "account", "geometry", "has_history", "stays", PARAMETER_MARK}
 )
 # These give another tensor without values.
-_COPIES = frozenset({COPY_TO, torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+_COPIES = frozenset(
+    {COPY_TO, *(getattr(torch.ops.aten, name).default for name in ("detach", "alias", "clone"))}
+)
 _in_run = [False]
 
 
