@@ -16,6 +16,8 @@ from lightning_pipeshift.values.value import Value
 
 # How deep to search a checkpoint for values that have to be fetched from other stages.
 _DEPTH = 12
+# These have been gathered already.
+_GATHERED = frozenset({"state_dict", "optimizer_states"})
 
 
 def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
@@ -132,7 +134,8 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -
     """
     placed: dict[Any, tuple[str, Tensor, int]] = {}
     keys: dict[int, Any] = {}
-    for path, value in walk("checkpoint", checkpoint, set(), depth=_DEPTH):
+    others = {name: part for name, part in checkpoint.items() if name not in _GATHERED}
+    for path, value in walk("checkpoint", others, set(), depth=_DEPTH):
         if isinstance(value, Value):
             value.account.refresh()
             keys[id(value)] = value.account.name
@@ -159,7 +162,7 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -
             " at this place: ranks have put different things into it. Do so on every rank."
         )
     value_of = {number: found[key] for number, key in keys.items()}
-    for name, entry in checkpoint.items():
+    for name, entry in others.items():
         checkpoint[name] = with_values(entry, value_of)
 
 

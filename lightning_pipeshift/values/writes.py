@@ -90,9 +90,10 @@ def require_no_parameter(core: Core, tensor: Tensor, label: str) -> None:
 def is_own(core: Core, tensor: Tensor, needs_gradient: bool) -> bool:
     """Whether a common tensor can become a value, with what it is a view of, and its aliases."""
     base = base_of(tensor)
-    if base is not None and not needs_gradient and _may_become_value(core, base):
-        return not tensor.requires_grad and num_other_uses(tensor) == 1
-    if tensor.requires_grad and not (tensor.is_leaf and not needs_gradient):
+    if base is not None:
+        is_alone = num_other_uses(tensor) == 1 and not tensor.requires_grad
+        return is_alone and not needs_gradient and _may_become_value(core, base)
+    if tensor.requires_grad and (needs_gradient or not tensor.is_leaf):
         return False
     aliases = core.aliases.of(tensor)
     return len(aliases) == num_other_uses(tensor) and all(

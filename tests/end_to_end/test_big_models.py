@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
+from lightning_pipeshift.values.value import run_by
 from tests.end_to_end.test_transparency import Pipelined, Trained, assert_same_bits, fit
 from tests.features_models import on_rank, quiet_trainer
 from tests.models import NUM_FEATURES, ZOO, is_held, points
@@ -86,7 +87,9 @@ def in_virtual_machines(how: Any, late_model: bool) -> dict[str, Tensor]:
 
     class Looks(L.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            values.update({n: p.data.clone() for n, p in module.named_parameters() if is_held(p)})
+            with run_by(None):
+                held = {n: p for n, p in module.named_parameters() if is_held(p)}
+                values.update({n: p.detach().clone() for n, p in held.items()})
 
     trainer = quiet_trainer(how, max_epochs=1, callbacks=[Looks()])
     trainer.fit(module, points(4))

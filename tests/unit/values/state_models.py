@@ -456,13 +456,6 @@ def early_gradient(model: Any, rank: int, words: Tensor) -> Any:
     return loss * (0.0 if model.embedding.weight.grad is None else 1.0)
 
 
-def several_stages(model: Any, rank: int, words: Tensor) -> Any:
-    weights = [model.embedding.weight, model.head.weight]
-    with torch.no_grad():
-        torch._foreach_mul_(weights, 0.5)
-    return model.hidden(words).sum()
-
-
 def written_by_a_hook(model: Any, rank: int, words: Tensor) -> Any:
     handle = model.blocks[0].up.register_forward_pre_hook(lambda _, args: (args[0] * 2.0,))
     try:

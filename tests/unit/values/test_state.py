@@ -19,7 +19,6 @@ from tests.unit.values.state_models import (
     on_stages,
     other_layout,
     refused,
-    several_stages,
     written_by_a_hook,
 )
 
@@ -56,7 +55,6 @@ def test_the_bits_of_a_plain_loop(stages: int, name: str) -> None:
         (hidden_flag, "other `requires_grad` or `training`"),
         (other_layout, "contiguous()"),
         (early_gradient, "on_before_optimizer_step"),
-        (several_stages, "foreach=False"),
         (written_by_a_hook, "may only look"),
     ],
 )
