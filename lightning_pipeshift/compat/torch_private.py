@@ -10,6 +10,7 @@ cost no further call.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -260,6 +261,26 @@ def num_other_uses(tensor: Tensor) -> int:
     """How many other tensors, and other objects, refer to the memory of this one."""
     storage = tensor.untyped_storage()
     return storage_use_count(storage) - USES_OF_ONE
+
+
+def swap_tensors(one: Tensor, other: Tensor) -> None:
+    """``torch.utils.swap_tensors``, also where Python refers weakly to a tensor: a recurrent module
+    does, and a dict with weak keys. Who follows such a reference means the object, whatever is in
+    it.
+
+    Raises:
+        RuntimeError: C++ refers to one of them.
+    """
+    if not any(map(weakref.getweakrefs, (one, other))):
+        torch.utils.swap_tensors(one, other)
+        return
+    counts: Any = Tensor._use_count  # type: ignore[attr-defined]
+    if max(counts(one), counts(other)) > 1:
+        raise RuntimeError("A tensor that C++ refers to cannot be swapped.")
+    one_class, one_dict = one.__class__, one.__dict__
+    one.__class__, one.__dict__ = other.__class__, other.__dict__
+    other.__class__, other.__dict__ = one_class, one_dict
+    torch._C._swap_tensor_impl(one, other)
 
 
 def mark_as_parameter(tensor: Tensor) -> None:

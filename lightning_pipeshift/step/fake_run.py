@@ -29,6 +29,7 @@ from lightning_pipeshift.compat.torch_private import (
     dispatch_modes_disabled,
     pytree,
     storage_key_of,
+    swap_tensors,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.execution.effects import EffectError, effects_allowed, no_effects
@@ -229,8 +230,7 @@ class _Program(Microbatch):
     def undo(self) -> None:
         """Makes common tensors of the user's what they were."""
         for tensor, plain in reversed(self._adopted):
-            with self.core.aliases.changing(plain):
-                torch.utils.swap_tensors(tensor, plain)
+            swap_tensors(tensor, plain)
         self._adopted.clear()
         self.release()
 

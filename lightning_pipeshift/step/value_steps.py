@@ -14,7 +14,6 @@ from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.absent import swap
-from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
@@ -333,7 +332,7 @@ class ValueSteps:
         """
         stage = self._channels.stage
         self.match_holders()
-        with run_by(None), torch.no_grad(), flat_weights_forgotten(*self._recurrent()):
+        with run_by(None), torch.no_grad():
             mine: dict[Any, list[Value]] = {}
             for _, x in self._kept():
                 if isinstance(x, Value) and (is_over or not self._remains(x)):
@@ -365,9 +364,6 @@ class ValueSteps:
     def _kept(self) -> Iterator[Node]:
         """The objects that user code keeps, except the model's own parameters."""
         return kept_by_user(self._root, set(map(id, self._root.parameters())))
-
-    def _recurrent(self) -> list[nn.RNNBase]:
-        return [node.value for node in self._kept() if isinstance(node.value, nn.RNNBase)]
 
     # --- the end ---
 

@@ -9,7 +9,6 @@ many.
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
@@ -19,7 +18,6 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten
 from lightning_pipeshift.values.value import run_by
 
 _YOUNGEST_FIRST = 0, 1, 2
@@ -34,8 +32,6 @@ class Aliases:
     def forget(self) -> None:
         """Called in each step: what is known has changed."""
         self._by_memory: dict[int, dict[int, Tensor]] = {}
-        self._recurrent: dict[int, nn.RNNBase] = {}
-        self._has_looked = False
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """The other tensors with the same memory that are no views: as many as refer to it, or not
@@ -60,18 +56,3 @@ class Aliases:
             for x in gc.get_objects(generation):
                 if type(x) in (Tensor, nn.Parameter) and base_of(x) is None:
                     self._by_memory.setdefault(storage_key_of(x), {})[id(x)] = x
-                elif issubclass(type(x), nn.RNNBase):
-                    self._recurrent[id(x)] = x
-
-    def changing(self, tensor: Tensor) -> AbstractContextManager[None]:
-        """Context in which a tensor may be swapped, also if it is a parameter of a recurrent
-        module, which refers to it weakly.
-        """
-        if isinstance(tensor, nn.Parameter) and not self._has_looked:
-            self._has_looked = True
-            for generation in _YOUNGEST_FIRST:
-                self._look(generation)
-        holders = [
-            each for each in self._recurrent.values() if any(x is tensor for x in each.parameters())
-        ]
-        return flat_weights_forgotten(*holders)

@@ -13,6 +13,7 @@ from lightning_pipeshift.compat.torch_private import (
     base_of,
     has_hooks,
     mark_as_parameter,
+    swap_tensors,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -464,22 +465,20 @@ class Calls(Transfers):
             is_written: whether it writes, so that all who have the memory have to see that.
         """
         base = base_of(tensor)
-        self._forget_common(tensor)
         if base is not None and not tensor.requires_grad:
             # A write reaches what it is a view of. What has a view cannot be swapped.
             shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-            torch.utils.swap_tensors(tensor, torch.empty(0))
+            swap_tensors(tensor, torch.empty(0))
             self._adopt(base, stage)
             view = base.as_strided(shape, stride, offset)
             if self.is_alone:
                 self._living.pop()
-            torch.utils.swap_tensors(tensor, view)
+            swap_tensors(tensor, view)
             self._note_living(tensor)
             return
         first = self.new_account(stage, tensor.requires_grad, None)
         aliases = self.core.aliases.of(tensor) if is_written and base is None else ()
         for each in (tensor, *aliases):
-            self._forget_common(each)
             spec, account = spec_of(each), first
             if each is not tensor:
                 account = Account(stage, spec.requires_grad, None, first.memory)
@@ -490,14 +489,13 @@ class Calls(Transfers):
             if isinstance(each, nn.Parameter):
                 mark_as_parameter(value)
             try:
-                with self.core.aliases.changing(each):
-                    swap(each, value)
+                swap(each, value)
             except RuntimeError as error:
                 raise LayerError(
                     f"A value of one stage is written into a tensor ({user_line()}) that something"
-                    " of torch still refers to: a weak reference, or the graph of a minibatch in"
-                    " flight. Write into a copy of it (`x.clone()`), or let it be a buffer of the"
-                    " LightningModule that steps alone write to."
+                    " of torch still refers to: the graph of a minibatch in flight. Write into a"
+                    " copy of it (`x.clone()`), or let it be a buffer of the LightningModule that"
+                    " steps alone write to."
                 ) from error
             # Now the user's object is the value, and the other one has the memory.
             self._became_value(each, value)

@@ -27,7 +27,7 @@ from lightning_pipeshift.values.known_calls import KnownCalls
 from lightning_pipeshift.values.layer_state import shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.placed_layer import PlacedLayer
-from lightning_pipeshift.values.program import DIGEST_MASK, NotedProgram
+from lightning_pipeshift.values.program import DIGEST_MASK
 from lightning_pipeshift.values.value import StepBuffer, StepParameter, run_by
 
 Owners = Callable[[int, int], int]
@@ -127,8 +127,6 @@ class Core:
         self.computes = False
         """Whether the action that runs now has computed since it began, or waited last: a forward
         may only send and wait."""
-        self.programs: weakref.WeakSet[NotedProgram] = weakref.WeakSet()
-        """Those that are under way."""
         self.aliases = Aliases()
         """Finds the common tensors with the memory of one that becomes a value."""
         self.operation: str | None = None

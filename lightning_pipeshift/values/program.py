@@ -43,7 +43,6 @@ class NotedProgram:
         """The latest operation or layer, and the user's line."""
         # The tensors that every stage has whose content is in the digest, with their versions.
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        core.programs.add(self)
 
     def note(self, label: str, *what: object) -> None:
         """Adds an operation to the digest of the program, and what else must be equal on all ranks:
@@ -95,13 +94,6 @@ class NotedProgram:
             self._known[tensor] = version
             content = content_of(tensor, self.core.compares_floats)
             self.digest = _rolled(self.digest, repr(tensor.shape).encode(), content)
-
-    def _forget_common(self, tensor: Tensor) -> None:
-        """Lets go of a tensor that becomes a value: what a weak reference refers to cannot be
-        swapped.
-        """
-        for program in self.core.programs:
-            program._known.pop(tensor, None)
 
     def _key(self, source: int, kind: Kind) -> Key:
         self._serial += 1

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    swap_tensors,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory
@@ -74,7 +77,7 @@ class Transfers(NotedProgram):
                 assert tensor is not None
                 # What autograd has saved cannot be swapped, but what shares its memory can.
                 view = torch.ops.aten.alias(tensor) if tensor.requires_grad else tensor.detach()
-                torch.utils.swap_tensors(value, view)
+                swap_tensors(value, view)
         self.graphs.release()
         self._require_unshared()
         self.accounts.clear()

@@ -17,6 +17,7 @@ from lightning_pipeshift.compat.torch_private import (
     pytree,
     renew_hooks,
     schema_of,
+    swap_tensors,
 )
 from lightning_pipeshift.errors import LayerError
 
@@ -112,6 +113,6 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
     remain valid.
     """
     attributes = {name: v for name, v in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
-    torch.utils.swap_tensors(tensor, fresh)
+    swap_tensors(tensor, fresh)
     vars(tensor).update(attributes)
     renew_hooks(tensor)
