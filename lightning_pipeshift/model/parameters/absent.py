@@ -103,7 +103,9 @@ def absent_error(function: str, name: str) -> LayerError:
         f"`{function}` needs the values of {name!r}, which another stage holds. Use it where every"
         " stage gets them: in a step, or in a hook of the LightningModule or of a callback"
         " (`on_train_batch_end`); not in another thread, in the optimizer's own code, or in a hook"
-        " that an optimizer calls. After the run every rank has all values."
+        " that an optimizer calls. Norms of gradients over all stages come from"
+        " `self.clip_gradients` and `lightning_pipeshift.grad_norm`. After the run every rank has"
+        " all values."
     )
 
 
