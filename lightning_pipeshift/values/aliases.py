@@ -9,6 +9,7 @@ many.
 from __future__ import annotations
 
 import gc
+import weakref
 
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ class Aliases:
 
     def forget(self) -> None:
         """Called in each step: what is known has changed."""
-        self._by_memory: dict[int, dict[int, Tensor]] = {}
+        self._by_memory: dict[int, dict[int, weakref.ref[Tensor]]] = {}
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """The other tensors with the same memory that are no views: as many as refer to it, or not
@@ -49,10 +50,11 @@ class Aliases:
 
     def _known(self, tensor: Tensor) -> list[Tensor]:
         known = self._by_memory.get(storage_key_of(tensor), {})
-        return [x for x in known.values() if x is not tensor]
+        living = [x for each in known.values() if (x := each()) is not None]
+        return [x for x in living if x is not tensor]
 
     def _look(self, generation: int) -> None:
         with run_by(None), without_torch_function_of_subclasses():
             for x in gc.get_objects(generation):
                 if type(x) in (Tensor, nn.Parameter) and base_of(x) is None:
-                    self._by_memory.setdefault(storage_key_of(x), {})[id(x)] = x
+                    self._by_memory.setdefault(storage_key_of(x), {})[id(x)] = weakref.ref(x)
