@@ -251,7 +251,7 @@ def record(hold: Hold, module: Validates) -> list[str]:
             store().wait(["go on"], timedelta(seconds=LIMIT_SECONDS))
 
     # What was not sent early is one message more.
-    waits = not hold.call.startswith("early")
+    waits = not hold.call.startswith("early message")
     listen(before, lambda moment: note(f"{moment} ends"), waits)
 
     def has_run(*_: Any) -> None:
