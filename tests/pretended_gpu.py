@@ -30,6 +30,7 @@ from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values import gradients
 from lightning_pipeshift.values.contract_finder import ContractFinder
 from lightning_pipeshift.values.microbatch import Microbatch
+from lightning_pipeshift.values.value import run_by
 from tests.simulated import device, interception, torch_streams
 from tests.simulated.device import SimulatedDevice
 
@@ -143,7 +144,9 @@ class OnAPretendedGPU(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first:
-            self._gpu.take(*_tensors_of_run(trainer, module))
+            # The tensors themselves, not the values that hooks see.
+            with run_by(None):
+                self._gpu.take(*_tensors_of_run(trainer, module))
             self._gpu.take(*pytree.tree_leaves(batch))
             # First: a message that another stage has sent already is received meanwhile.
             self._stack.enter_context(self._gpu)
