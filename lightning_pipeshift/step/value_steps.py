@@ -202,6 +202,8 @@ class ValueSteps:
         assert self._between is not None
         self._between.release()
         self.meets()
+        # Until all have come here, one may still ask this stage for a value.
+        self._channels.gather_int(0)
         self.core.mailbox.close()
         reorder()
         numbers = [self._channels.ranks.index(rank) for rank in before]
