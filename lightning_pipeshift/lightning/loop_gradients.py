@@ -96,6 +96,9 @@ class LoopGradients:
         is_alone = self._pipeline.channels.num_stages == 1
         if is_alone or not isinstance(program, Microbatch) or program.turn != OUTSIDE:
             return nullcontext()
+        if program.core.sees_parameters:
+            # A hook that another one has called.
+            return nullcontext()
         return self._as_values()
 
     def of_this_stage(self) -> AbstractContextManager[None]:
@@ -168,6 +171,7 @@ class LoopGradients:
         finally:
             program.gradients = None
             program.step_parameters(x for group in optimizer.param_groups for x in group["params"])
+            program.core.changed()
 
     def around_step_hooks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context in which functions that are called after the optimizer's step see gradients of

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial, wraps
-from typing import Any, Final
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any, Final, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -32,7 +33,7 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.lightning.steps import is_users_own
 from lightning_pipeshift.model.parameters.absent import AbsentTensor, absent_error
-from lightning_pipeshift.values.value import Value
+from lightning_pipeshift.values.value import StepBuffer, StepParameter, Value
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
@@ -69,7 +70,7 @@ def _log_values(
     *rest: Any,
     **options: Any,
 ) -> None:
-    value = apply_to_collection(value, Value, read)
+    value = apply_to_collection(value, (Value, StepParameter, StepBuffer), read)
     if isinstance(value, AbsentTensor):
         raise absent_error(f"self.log({name!r}, ...)", value.absent_name)
     log(name, value, *rest, **options)
@@ -85,13 +86,31 @@ HOOKS: Final = frozenset(
 _AVERAGES = StochasticWeightAveraging, WeightAveraging
 
 
-def _in_context(hook: Callable[..., Any], context: Callable[[], Any]) -> Callable[..., Any]:
-    @wraps(hook)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return hook(*args, **kwargs)
+class _InContext:
+    """A hook that runs in a context.
 
-    return run
+    Args:
+        part: has the hook.
+        name: of the hook.
+        context: makes the context.
+    """
+
+    def __init__(self, part: Any, name: str, context: Callable[[], Any]) -> None:
+        self._part, self._name, self._context = part, name, context
+        self._hook = getattr(part, name)
+        update_wrapper(self, self._hook)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            return self._hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For a copy of what has the hook: its own, without the context."""
+        copied = memo.get(id(self._part))
+        own: Any = getattr(type(self._part), self._name, None)
+        if copied is None or own is None or getattr(self._hook, "__func__", None) is not own:
+            return self._hook
+        return MethodType(cast(Any, own), copied)
 
 
 class Adjustments:
@@ -167,7 +186,7 @@ class Adjustments:
             for hook in hooks:
                 averages = isinstance(part, _AVERAGES) and hasattr(part, hook)
                 if averages or is_users_own(part, hook):
-                    self._set(part, hook, _in_context(getattr(part, hook), context))
+                    self._set(part, hook, _InContext(part, hook, context))
 
     def log_values(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:
         """Logs what ``read`` returns in the place of values. Raises a LayerError for a logged

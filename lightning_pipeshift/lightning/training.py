@@ -264,7 +264,8 @@ class TrainingSteps:
     def _log_values(self, adjustments: Adjustments) -> None:
         is_alone = self._pipeline.is_by_itself
         adjustments.log_values(self._trainer.lightning_module, _tensor_of if is_alone else _read)
-        adjustments.show_values(self._trainer, self.value_hooks, self.gradients.hook)
+        if not is_alone:
+            adjustments.show_values(self._trainer, self.value_hooks, self.gradients.hook)
 
     @purpose("a checkpoint's gathering")
     def drain(self, is_resumable: bool = False) -> None:
@@ -318,11 +319,11 @@ class TrainingSteps:
             self._say(lanes_table(lanes))
 
 
-def _tensor_of(value: Value) -> Tensor | None:
-    return value.account.tensor
+def _tensor_of(value: Tensor) -> Tensor | None:
+    return value.account.tensor if isinstance(value, Value) else value
 
 
-def _read(value: Value) -> Any:
+def _read(value: Tensor) -> Any:
     """A value that is logged in a step is gathered at the step's end; outside, it is read."""
     program = running()
     is_outside = isinstance(program, Microbatch) and program.turn == OUTSIDE

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    storage_key_of,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.absent import swap
 from lightning_pipeshift.model.saved.layer import NamedLayer
@@ -31,9 +34,10 @@ from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import UserStep
+from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.kept import KeptOfLayer
+from lightning_pipeshift.values.kept import KeptOfLayer, Where, memory_of
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
@@ -341,17 +345,21 @@ class ValueSteps:
                     mine.setdefault(x.account.name, []).append(x)
             here = {name: x.account for name, (x, *_) in mine.items() if x.account.owner == stage}
             for owner in range(self._channels.num_stages):
-                for name in self.share(list(here) if owner == stage else None, owner):
-                    # One at a time.
-                    tensor = here[name].tensor if owner == stage else None
+                groups = _by_memory(here) if owner == stage else None
+                for names, places in self.share(groups, owner):
+                    # One memory at a time.
+                    tensor = here[names[0]].tensor if owner == stage else None
+                    if tensor is not None and places is not None:
+                        tensor = memory_of(tensor)
                     found = self.share(to_host(tensor) if owner == stage else None, owner)
                     place = torch.device("cpu") if is_over else self._channels.device
                     common = of_its_own(to_device(found, place))
-                    for value in mine.get(name, ()):
-                        fresh = common.detach()
-                        if isinstance(value, nn.Parameter):
-                            fresh = nn.Parameter(fresh, value.requires_grad)
-                        swap(value, fresh)
+                    for at, name in enumerate(names):
+                        for value in mine.get(name, ()):
+                            fresh = common.detach() if places is None else places[at].within(common)
+                            if isinstance(value, nn.Parameter):
+                                fresh = nn.Parameter(fresh, value.requires_grad)
+                            swap(value, fresh)
 
     def _remains(self, value: Value) -> bool:
         """Whether a value remains one at the end of an epoch: an average, or what has the memory of
@@ -361,11 +369,13 @@ class ValueSteps:
         assert account.name is not None
         _, turn, _ = account.name
         is_view = any(account is each() for views in self.core.views.values() for each in views)
-        return is_view or (turn == OUTSIDE and value.dim() > 0)
+        is_small = value.numel() * value.element_size() <= _SMALL_BYTES
+        is_of_several = account.layer is None or not value.dim()
+        return is_view or (turn == OUTSIDE and not (is_small and is_of_several))
 
     def _kept(self) -> Iterator[Node]:
         """The objects that user code keeps, except the model's own parameters."""
-        return kept_by_user(self._root, set(map(id, self._root.parameters())))
+        return kept_by_user(self._root, set(map(id, self.core.own_parameters())))
 
     # --- the end ---
 
@@ -385,6 +395,24 @@ class ValueSteps:
 
 def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:
     return lambda number, _: stage_of[number]
+
+
+def _by_memory(here: Mapping[Any, Account]) -> list[tuple[list[Any], list[Where] | None]]:
+    """The names of this stage's values, by their memory, and where several are in one."""
+    groups: dict[int, list[Any]] = {}
+    for name, account in here.items():
+        assert account.tensor is not None
+        groups.setdefault(storage_key_of(account.tensor), []).append(name)
+    return [
+        (names, [Where.of(cast("torch.Tensor", here[name].tensor)) for name in names])
+        if len(names) > 1
+        else (names, None)
+        for names in groups.values()
+    ]
+
+
+# So much of what hooks have computed from several layers every stage gets at an epoch's end.
+_SMALL_BYTES = 4096
 
 
 def _objects_around(module: Any) -> dict[str, Any]:

@@ -50,11 +50,16 @@ class Aliases:
 
     def _known(self, tensor: Tensor) -> list[Tensor]:
         known = self._by_memory.get(storage_key_of(tensor), {})
-        living = [x for each in known.values() if (x := each()) is not None]
-        return [x for x in living if x is not tensor]
+        living = [x for each in known.values() if (x := each()) is not None and x is not tensor]
+        # One may have become a value since, or may have other memory.
+        return [x for x in living if _is_common(x) and storage_key_of(x) == storage_key_of(tensor)]
 
     def _look(self, generation: int) -> None:
         with run_by(None), without_torch_function_of_subclasses():
             for x in gc.get_objects(generation):
-                if type(x) in (Tensor, nn.Parameter) and base_of(x) is None:
+                if _is_common(x):
                     self._by_memory.setdefault(storage_key_of(x), {})[id(x)] = weakref.ref(x)
+
+
+def _is_common(x: object) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and base_of(x) is None  # type: ignore[arg-type]

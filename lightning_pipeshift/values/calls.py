@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,6 +29,7 @@ from lightning_pipeshift.values.contract import (
     spec_of,
     specs_of,
 )
+from lightning_pipeshift.values.functions import DRAW_BY_VALUES
 from lightning_pipeshift.values.graphs import Graph
 from lightning_pipeshift.values.reads import copy_offers, offer
 from lightning_pipeshift.values.transfers import Transfers
@@ -171,7 +173,7 @@ class Calls(Transfers):
         if self.stage != stage:
             if contract is None:
                 return self._told(call, here, None)
-            if call.stream is None:
+            if call.stream is None and call.label not in DRAW_BY_VALUES:
                 self._draw_likewise(call)
             return self._given(call, here, [None] * len(contract.specs))
         self.core.computes = True
@@ -239,8 +241,13 @@ class Calls(Transfers):
     def _draw_likewise(self, call: Call) -> None:
         """Draws as many random numbers as the call's stage does."""
         with run_by(None), without_torch_function_of_subclasses(), torch.no_grad():
-            args, kwargs = copied_call(call.args, call.kwargs, self.without_values, {})
+            args, kwargs = copied_call(call.args, call.kwargs, self._any_values, {})
             call.function({}, args, kwargs)
+
+    def _any_values(self, tensor: Tensor) -> Tensor:
+        found = self.without_values(tensor)
+        # Probabilities, and weights.
+        return found if found is tensor else found.fill_(0.5 if found.is_floating_point() else 1)
 
     def without_values(self, tensor: Tensor) -> Tensor:
         """A tensor of this stage with the shape and the type of a value or a parameter."""
@@ -366,6 +373,11 @@ class Calls(Transfers):
         kept = here.get(at, account.tensor) if self.stage == call.stage else None
         # Through a view, too, or through `x.data`.
         placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
+        for x in self.core.viewed(account.memory):
+            if x not in placed:
+                # A view of it that user code has kept since another step.
+                placed.append(x)
+                self.account_of(x).memory.write(call.stage)
         if placed:
             self.writes_placed()
         if isinstance(target, StepBuffer):
@@ -375,7 +387,9 @@ class Calls(Transfers):
         if account.name is not None:
             self._name(account)
         if self.is_outside:
-            account.layer = self._layer_of(call)
+            layer = self._layer_of(call)
+            for each in sharing:
+                each.layer = layer
         for x in placed:
             self.core.writes_to(x)
         self.core.changed(placed, account.memory)
@@ -483,7 +497,7 @@ class Calls(Transfers):
             if each is not tensor:
                 account = Account(stage, spec.requires_grad, None, first.memory)
                 # Which there are may differ between the ranks: garbage is among them.
-                account.name = first.name
+                account.name = _name_of_alias(first.name, each)
                 self._named.append(weakref.ref(account))
             value = Value(spec, self.core.device, account)
             if isinstance(each, nn.Parameter):
@@ -505,3 +519,10 @@ class Calls(Transfers):
         account = self.account_of(value)
         if self.stage == account.owner:
             account.begin(self.stage, plain)
+
+
+def _name_of_alias(name: Any, alias: Tensor) -> Any:
+    """Names an alias by what it is: which there are may differ between ranks."""
+    run, turn, number = name
+    what = alias.storage_offset(), alias.shape, alias.stride(), alias.dtype
+    return run, turn, number ^ zlib.crc32(repr(what).encode())

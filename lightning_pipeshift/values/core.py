@@ -28,7 +28,7 @@ from lightning_pipeshift.values.layer_state import shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.placed_layer import PlacedLayer
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import StepBuffer, StepParameter, run_by
+from lightning_pipeshift.values.value import StepBuffer, StepParameter, Value, run_by
 
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
@@ -232,7 +232,7 @@ class Core:
             yield
             return
         self._place_layers()
-        placed = {*self.module.parameters(), *self.parameter_owners}
+        placed = {*self.own_parameters(), *self.parameter_owners}
         self.own_classes = classes = {tensor: type(tensor) for tensor in placed}
         for tensor, cls in classes.items():
             # A class is faster to look at: `isinstance` is torch's own for parameters.
@@ -288,6 +288,14 @@ class Core:
             for account in living:
                 if account.memory is not but:
                     account.memory.write(account.owner)
+
+    def viewed(self, memory: Memory) -> list[Tensor]:
+        """The parameters and buffers of which user code keeps a view with this account's memory."""
+        return [
+            tensor
+            for tensor, views in self.views.items()
+            if any((account := each()) is not None and account.memory is memory for each in views)
+        ]
 
     @contextmanager
     def trained_as(self, flags: dict[Tensor, bool]) -> Iterator[None]:
@@ -347,9 +355,14 @@ class Core:
         self.written.add(tensor)
         self._memories = None
 
+    def own_parameters(self) -> list[Tensor]:
+        """The module's parameters, without those of copies that are values."""
+        parameters: Iterable[Tensor] = self.module.parameters()
+        return [x for x in parameters if type(x) is not Value]
+
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""
-        self.place_parameters(list(self.module.parameters()), ())
+        self.place_parameters(self.own_parameters(), ())
         return [x for x in self.parameter_owners if isinstance(x, nn.Parameter)]
 
     def move_buffer(self, buffer: Tensor, stage: int, held: Tensor | None) -> None:

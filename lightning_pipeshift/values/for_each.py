@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def _for_each(function: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
     """Runs a function on lists as one operation for each stage."""
-    length = len(args[0])
+    length = next(len(x) for x in (*args, *kwargs.values()) if isinstance(x, list | tuple))
 
     def is_list(x: Any) -> bool:
         return isinstance(x, list | tuple) and len(x) == length

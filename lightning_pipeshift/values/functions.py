@@ -76,3 +76,8 @@ OF_SHAPE: frozenset[Any] = frozenset(
     )
 )
 """Operations that use only the shape and the type of their argument."""
+
+DRAW_BY_VALUES: frozenset[str] = frozenset(
+    {"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"}
+)
+"""The names of functions that draw more random numbers for some values than for others."""

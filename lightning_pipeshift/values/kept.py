@@ -12,9 +12,42 @@ from lightning_pipeshift.compat.torch_private import storage_key_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.reads import offer
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
+
+
+class Where(NamedTuple):
+    """Where a tensor is in a memory.
+
+    Args:
+        offset: of its first element.
+        shape: its sizes.
+        stride: its strides.
+        dtype: the type of its elements.
+    """
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Where:
+        """Where a tensor is in its own memory."""
+        return cls(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """The tensor that is there in the memory of another one."""
+        found = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return found.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's memory."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
 
 
 class _Sent(NamedTuple):
@@ -23,18 +56,12 @@ class _Sent(NamedTuple):
     Args:
         memory: the number of the memory among those that move; ``None``: that of a parameter.
         tensor: the number of the parameter or buffer whose memory it has.
-        offset: of its first element.
-        shape: its sizes.
-        stride: its strides.
-        dtype: the type of its elements.
+        where: it is in the memory.
     """
 
     memory: int | None
     tensor: int | None
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    where: Where
 
 
 class KeptOfLayer:
@@ -86,15 +113,14 @@ class KeptOfLayer:
             tensor = account.tensor
             assert tensor is not None
             key = storage_key_of(tensor)
-            where = int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+            where = Where.of(tensor)
             if key in of_layer:
-                found[name] = _Sent(None, of_layer[key], *where)
+                found[name] = _Sent(None, of_layer[key], where)
                 continue
             if key not in numbers:
                 numbers[key] = len(numbers)
-                storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                found[numbers[key]] = storage.set_(tensor.untyped_storage())
-            found[name] = _Sent(numbers[key], None, *where)
+                found[numbers[key]] = memory_of(tensor)
+            found[name] = _Sent(numbers[key], None, where)
         return found
 
     def arrive(self, to: int, sent: Mapping[Any, Any]) -> None:
@@ -113,13 +139,13 @@ class KeptOfLayer:
                 if name in sent:
                     tensor = self._placed(account, sent[name], memories)
                 account.begin(to, tensor)
+                if tensor is not None:
+                    offer(self._core.mailbox, account)
 
     def _placed(self, account: Account, sent: _Sent, memories: Mapping[int, Tensor]) -> Tensor:
         if sent.memory is None:
             assert sent.tensor is not None
-            storage = self._own[sent.tensor].detach().untyped_storage()
+            memory = self._own[sent.tensor].detach()
         else:
-            storage = memories[sent.memory].untyped_storage()
-        found = torch.empty(0, dtype=sent.dtype, device=self._core.device)
-        found.set_(storage, sent.offset, sent.shape, sent.stride)
-        return found.requires_grad_(account.requires_grad)
+            memory = memories[sent.memory]
+        return sent.where.within(memory).requires_grad_(account.requires_grad)

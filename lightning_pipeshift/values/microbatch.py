@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,7 +21,7 @@ from lightning_pipeshift.values.arguments import Arguments, copied_call, given
 from lightning_pipeshift.values.backward import run_backward
 from lightning_pipeshift.values.calls import Call, Calls, described, modes_of
 from lightning_pipeshift.values.contract import Contract
-from lightning_pipeshift.values.functions import READS
+from lightning_pipeshift.values.functions import DRAW_BY_VALUES, READS
 from lightning_pipeshift.values.layer_calls import call_layer
 from lightning_pipeshift.values.special import SPECIAL
 from lightning_pipeshift.values.value import PLACED, StepParameter, Value, name_of
@@ -109,7 +110,17 @@ class Microbatch(Calls):
             finally:
                 core.operation = None
 
-        return self.call(Call(run, args, kwargs, arguments, contract, stage, label, stream))
+        call = Call(run, args, kwargs, arguments, contract, stage, label, stream)
+        if stream is not None or label not in DRAW_BY_VALUES:
+            return self.call(call)
+        generators = core.generators
+        before = [generator.get_state() for generator in generators]
+        result = self.call(call)
+        after = [generator.get_state() for generator in generators]
+        # What a message says of the program has to be the same on all stages.
+        _set_states(generators, before)
+        _set_states(generators, self.tell(after, stage, label))
+        return result
 
     def read_number(self, value: Tensor) -> Any:
         """See :class:`Program`."""
@@ -194,3 +205,8 @@ class Microbatch(Calls):
         account = self.account_of(tensor)
         account.refresh()
         return account.tensor if account.owner == self.stage else None
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -95,6 +95,8 @@ def is_own(core: Core, tensor: Tensor, needs_gradient: bool) -> bool:
         return is_alone and not needs_gradient and _may_become_value(core, base)
     if tensor.requires_grad and (needs_gradient or not tensor.is_leaf):
         return False
+    if num_other_uses(tensor) and not tensor.untyped_storage().resizable():
+        return False  # An array of NumPy has the memory, too.
     aliases = core.aliases.of(tensor)
     return len(aliases) == num_other_uses(tensor) and all(
         _may_become_value(core, x) for x in (tensor, *aliases)
