@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -231,6 +231,82 @@ class Normalises(Watched):
                     p.div_(torch.linalg.matrix_norm(p, 2).clamp(min=1))
 
 
+class WritesThroughAView(Watched):
+    """Of a parameter that two stages have."""
+
+    view: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.net[2]
+        second: Any = self.net[4]
+        second.weight = first.weight
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.view is None:
+            self.view = self.get_parameter("net.2.weight").data
+        else:
+            self.view.clamp_(-0.1, 0.1)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+        # A hook in a hook.
+        self.on_train_epoch_start()
+
+
+class FlatMemory(Watched):
+    """All parameters in one tensor, with its parts."""
+
+    def on_fit_start(self) -> None:
+        sizes = [p.numel() for p in self.parameters()]
+        self.flat = torch.zeros(sum(sizes))
+        self.parts = [part.detach() for part in self.flat.split(sizes)]
+        self.parts = [x.detach() for x in self.parts]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.flat.copy_(parameters_to_vector(self.parameters()).detach())
+
+    def on_train_end(self) -> None:
+        self.seen += [part.sum().item() for part in self.parts]
+
+
+class Draws(Watched):
+    """By values, and as many numbers as these say."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name in ("net.0.weight", "net.6.weight"):
+            weight = self.get_parameter(name).detach()
+            self.seen.append(torch.bernoulli(weight.sigmoid()).sum().item())
+            self.seen.append(torch.normal(weight, weight.abs()).sum().item())
+            self.seen.append(torch.multinomial(weight.abs().flatten(), 3).tolist())
+            self.seen.append(torch.poisson(weight.abs() * 20).sum().item())
+            self.seen.append(F.dropout(weight).sum().item())
+        self.seen.append(torch.rand(1).item())
+
+
+class KeepsTheBestModule(Watched):
+    """A copy that becomes a part of the module while it trains."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.best = copy.deepcopy(self.net)
+        self.seen += [p.norm().item() for p in self.best.parameters()]
+
+
+class LogsAParameter(Watched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features) * self.scale
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("scale", self.scale, on_epoch=True)
+
+
 HABITS = [
     LogsNorms,
     ReadsWhole,
@@ -249,6 +325,11 @@ HABITS = [
     KeepsMemoryInSteps,
     Freezes,
     Normalises,
+    WritesThroughAView,
+    FlatMemory,
+    Draws,
+    KeepsTheBestModule,
+    LogsAParameter,
 ]
 
 
@@ -303,3 +384,45 @@ def test_hooks_see_the_parameters_of_all_stages() -> None:
     for stages in (2, 3) if not _o.environ.get("XX") else ():
         require_same(run_ranks(fit_all, stages), expected)
     require_same(run_ranks(fit_all, 2, moves=True), expected)
+
+
+class CopiesItself(Watched):
+    """A copy's hooks are its own."""
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(self.current_epoch)
+
+    def on_train_end(self) -> None:
+        copied = copy.deepcopy(self)
+        copied.on_train_epoch_end()
+        assert len(copied.seen) == len(self.seen) + 1
+
+
+class KeepsAnArray(Watched):
+    """NumPy has the memory of a tensor that becomes a value."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        kept = torch.zeros(NUM_CLASSES)
+        self.array = kept.numpy()
+        kept.copy_(self.get_parameter("net.6.bias").detach())
+
+
+def fit_one(habit: type[Watched]) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=PipeShiftStrategy(microbatches=2, partition="uniform"),
+        max_epochs=1,
+        **cast("dict[str, Any]", QUIET),
+    )
+    trainer.fit(built(habit), points(2))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_copy_of_the_module_has_its_own_hooks(stages: int) -> None:
+    run_ranks(fit_one, stages, CopiesItself)
+
+
+def test_a_tensor_whose_memory_an_array_has_becomes_no_value() -> None:
+    outcomes = run_ranks(fit_one, 2, KeepsAnArray, expect_failure=True)
+    assert any("whose memory other tensors or arrays share" in o.message for o in outcomes)
