@@ -28,7 +28,7 @@ from lightning_pipeshift.values.layer_state import shared_buffers
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.placed_layer import PlacedLayer
 from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import StepBuffer, StepParameter, Value, run_by
+from lightning_pipeshift.values.value import StepBuffer, StepParameter, run_by
 
 Owners = Callable[[int, int], int]
 """The owner of a layer for a microbatch: ``(number of the layer, turn) -> stage``."""
@@ -356,9 +356,8 @@ class Core:
         self._memories = None
 
     def own_parameters(self) -> list[Tensor]:
-        """The module's parameters, without those of copies that are values."""
-        parameters: Iterable[Tensor] = self.module.parameters()
-        return [x for x in parameters if type(x) is not Value]
+        """The module's parameters, without those of copies that it has got since the run began."""
+        return [x for x in self.module.parameters() if x in self.parameter_numbers]
 
     def all_parameters(self) -> list[Tensor]:
         """The parameters of all stages."""

@@ -249,7 +249,7 @@ class WritesThroughAView(Watched):
             self.view.clamp_(-0.1, 0.1)
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        for p in self.parameters():
+        for p in self.net.parameters():
             assert p.grad is not None
             p.grad.mul_(0.5)
         # A hook in a hook.
@@ -295,6 +295,18 @@ class KeepsTheBestModule(Watched):
         self.seen += [p.norm().item() for p in self.best.parameters()]
 
 
+class KeepsAnAverageAsParameters(WritesThroughAView):
+    """That the module gets while it trains, of layers with a parameter in common."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 1:
+            copies = [nn.Parameter(p.detach().clone()) for p in self.parameters()]
+            self.average = nn.ParameterList(copies)
+        else:
+            for average, p in zip(self.average, self.net.parameters(), strict=True):
+                average.data.lerp_(p.data, 0.1)
+
+
 class LogsAParameter(Watched):
     def __init__(self) -> None:
         super().__init__()
@@ -329,6 +341,7 @@ HABITS = [
     FlatMemory,
     Draws,
     KeepsTheBestModule,
+    KeepsAnAverageAsParameters,
     LogsAParameter,
 ]
 
