@@ -34,7 +34,7 @@ from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import UserStep
-from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.account import SEVERAL, Account
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.kept import KeptOfLayer, Where, memory_of
@@ -370,7 +370,7 @@ class ValueSteps:
         _, turn, _ = account.name
         is_view = any(account is each() for views in self.core.views.values() for each in views)
         is_small = value.numel() * value.element_size() <= _SMALL_BYTES
-        is_of_several = account.layer is None or not value.dim()
+        is_of_several = account.layer in (None, SEVERAL) or not value.dim()
         return is_view or (turn == OUTSIDE and not (is_small and is_of_several))
 
     def _kept(self) -> Iterator[Node]:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from lightning_pipeshift.values.graphs import Graph
 
 
+SEVERAL = -1
+"""See :attr:`Account.layer`."""
+
+
 class Memory:
     """The memory that a value shares with its views.
 
@@ -75,7 +79,8 @@ class Account:
         version: how often the memory had been written to when the bytes were computed.
         seen: here, what another stage has sent for a read; it may be of a write before.
         layer: the number of the only layer that it is computed from, between two steps: an average
-            of its parameters, which moves with it.
+            of its parameters, which moves with it; :data:`SEVERAL`: there is more than one;
+            ``None``: of no parameter.
     """
 
     __slots__ = (

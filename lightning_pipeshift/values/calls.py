@@ -20,7 +20,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.absent import swap
 from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
-from lightning_pipeshift.values.account import Account
+from lightning_pipeshift.values.account import SEVERAL, Account
 from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
 from lightning_pipeshift.values.contract import (
     Contract,
@@ -405,14 +405,16 @@ class Calls(Transfers):
                     target.requires_grad_(account.requires_grad)
 
     def _layer_of(self, call: Call) -> int | None:
-        """The number of the only layer that a call computes from."""
-        found: set[int | None] = set()
+        """See :attr:`Account.layer`."""
+        found: set[int] = set()
         for x in call.arguments.tensors:
             if isinstance(x, Value):
-                found.add(x.account.layer)
+                found.update(() if x.account.layer is None else (x.account.layer,))
             elif type(x) in PLACED:
-                found.update(self.core.layers_with.get(x, (None,)))
-        return found.pop() if len(found) == 1 else None
+                found.update(self.core.layers_with.get(x, (SEVERAL,)))
+        if len(found) > 1:
+            return SEVERAL
+        return found.pop() if found else None
 
     def writes_placed(self) -> None:
         """Called where an operation writes to a parameter, or to a buffer of a layer."""
