@@ -130,4 +130,5 @@ def content_of(tensor: Tensor, with_floats: bool = True) -> bytes:
         most = round(_MOST_ELEMENTS ** (1 / tensor.dim()))
         tensor = tensor[tuple(slice(None, None, -(-size // most)) for size in tensor.shape)]
     data, _ = packed(tensor)
-    return data.numpy().tobytes()
+    # An array of this memory would look like one of the user's: see `is_own`.
+    return data.clone().numpy().tobytes()
