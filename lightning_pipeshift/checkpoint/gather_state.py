@@ -16,7 +16,7 @@ from lightning_pipeshift.values.value import Value
 
 # How deep to search a checkpoint for values that have to be fetched from other stages.
 _DEPTH = 12
-# These have been gathered already.
+# Their parameters have been gathered already; a callback may have put averages in.
 _GATHERED = frozenset({"state_dict", "optimizer_states"})
 
 
@@ -134,13 +134,18 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -
     """
     placed: dict[Any, tuple[str, Tensor, int]] = {}
     keys: dict[int, Any] = {}
-    others = {name: part for name, part in checkpoint.items() if name not in _GATHERED}
-    for path, value in walk("checkpoint", others, set(), depth=_DEPTH):
+    gathered = {
+        id(x)
+        for name in _GATHERED
+        for _, x in walk(name, checkpoint.get(name), set(), depth=_DEPTH)
+        if not isinstance(x, Value)
+    }
+    for path, value in walk("checkpoint", checkpoint, set(), depth=_DEPTH):
         if isinstance(value, Value):
             value.account.refresh()
             keys[id(value)] = value.account.name
             placed[value.account.name] = path, value, value.account.owner
-        elif isinstance(value, Tensor) and holdings.knows(value):
+        elif isinstance(value, Tensor) and id(value) not in gathered and holdings.knows(value):
             keys[id(value)] = path
             placed[path] = path, value, _source_of(holdings, value, home or 0)
     stage, channels = holdings.stage, holdings.channels
@@ -162,7 +167,7 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -
             " at this place: ranks have put different things into it. Do so on every rank."
         )
     value_of = {number: found[key] for number, key in keys.items()}
-    for name, entry in others.items():
+    for name, entry in checkpoint.items():
         checkpoint[name] = with_values(entry, value_of)
 
 

@@ -193,12 +193,13 @@ def test_recurrent_modules_keep_weak_references(kind):
     assert not torch.equal(net[0](x)[0], expected), "the module does not see its new weights"
 
 
-def test_a_weak_reference_of_the_users_own_keeps_the_values_here():
-    """Torch swaps no tensor that has one; the caller then leaves the values where they are."""
+def test_a_weak_reference_of_the_users_own_goes_on_to_mean_the_parameter():
     parameter = nn.Parameter(torch.ones(2))
     reference = weakref.ref(parameter)
-    with pytest.raises(RuntimeError, match="weakref"):
-        release(parameter, "it")
+    release(parameter, "it")
+    assert parameter.is_meta
+    assert reference() is parameter
+    hold(parameter, torch.ones(2))
     assert torch.equal(parameter, torch.ones(2))
     assert reference() is parameter
 

@@ -96,7 +96,7 @@ class Count:
         deadline = time.monotonic() + LIMIT_SECONDS
         while self.living() > expected and time.monotonic() < deadline:
             time.sleep(0.005)
-            memory.advance()
+            memory.store.advance()
 
 
 def await_payloads(mailbox: Mailbox, number: int) -> None:
