@@ -248,7 +248,7 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
     plain = microbatch.bring(data, before.owner, False, "data")
     held = before.tensor if microbatch.stage == before.owner else None
     account = microbatch.new_account(before.owner, before.requires_grad, held, source.memory)
-    account.graph = before.graph
+    account.graph, account.layer = before.graph, source.layer
     if held is not None:
         assert plain is not None
         # What is on its way must not change.
