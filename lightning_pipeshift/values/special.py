@@ -138,6 +138,8 @@ def _told(
             if spec is None:
                 continue
             account = microbatch.new_account(stage, spec.requires_grad, own[at])
+            layers = microbatch.core.layers_with.get(tensors[at], ())
+            account.layer = layers[0] if len(layers) == 1 else None
             with without_torch_function_of_subclasses():
                 offer(microbatch.mailbox, account, is_changed_unseen=True)
             found[at] = microbatch.new_value(spec, account)
