@@ -215,7 +215,9 @@ class Checkpoints:
         if self.is_sharded or is_first:
             # The plugin may be another than when the run began.
             self.connect()
-            self._plugin().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            # A value that is left is an error: a rank that saves alone would wait for its bytes.
+            with run_by(None):
+                self._plugin().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     @purpose("a checkpoint's gathering")
     def module_state(self, module: pl.LightningModule, is_first: bool) -> dict[str, Any]:
