@@ -17,7 +17,7 @@ from lightning_pipeshift.values.value import Value
 # How deep to search a checkpoint for values that have to be fetched from other stages.
 _DEPTH = 12
 # Their parameters have been gathered already; a callback may have put averages in.
-_GATHERED = frozenset({"state_dict", "optimizer_states"})
+_GATHERED = "checkpoint['state_dict']", "checkpoint['optimizer_states']"
 
 
 def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
@@ -134,18 +134,12 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int | None) -
     """
     placed: dict[Any, tuple[str, Tensor, int]] = {}
     keys: dict[int, Any] = {}
-    gathered = {
-        id(x)
-        for name in _GATHERED
-        for _, x in walk(name, checkpoint.get(name), set(), depth=_DEPTH)
-        if not isinstance(x, Value)
-    }
     for path, value in walk("checkpoint", checkpoint, set(), depth=_DEPTH):
         if isinstance(value, Value):
             value.account.refresh()
             keys[id(value)] = value.account.name
             placed[value.account.name] = path, value, value.account.owner
-        elif isinstance(value, Tensor) and id(value) not in gathered and holdings.knows(value):
+        elif holdings.knows(value) and not path.startswith(_GATHERED):
             keys[id(value)] = path
             placed[path] = path, value, _source_of(holdings, value, home or 0)
     stage, channels = holdings.stage, holdings.channels

@@ -194,13 +194,6 @@ COPY_TO: Final = torch.ops.aten._to_copy.default
 """The operation behind ``Tensor.to`` where it copies."""
 
 
-def one_by_one(for_each: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operation on lists of tensors (:data:`FOR_EACH`) as operations on their items, which
-    ``__torch_dispatch__`` sees. Torch has it so for devices without a kernel for whole lists.
-    """
-    return for_each._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
 # --- tensors ---
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

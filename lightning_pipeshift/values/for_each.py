@@ -48,7 +48,7 @@ def _for_each(function: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) 
     return found if any(x is not None for x in found) else None
 
 
-FOR_EACH: dict[Any, Callable[..., Any]] = {
+BY_STAGE: dict[Any, Callable[..., Any]] = {
     function: partial(_for_each, function) for function in FOR_EACH_FUNCTIONS
 }
 """As :data:`SPECIAL`."""

@@ -14,7 +14,7 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.values.backward import gradients_of
 from lightning_pipeshift.values.contract import spec_of
-from lightning_pipeshift.values.for_each import FOR_EACH
+from lightning_pipeshift.values.for_each import BY_STAGE
 from lightning_pipeshift.values.reads import offer
 from lightning_pipeshift.values.value import DATA, PLACED, StepParameter, Value, run_by, user_line
 
@@ -280,6 +280,6 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.retain_grad: _retain_gradient,
     torch.autograd.grad: _gradients,
     Tensor.set_: _set_memory,
-    **FOR_EACH,
+    **BY_STAGE,
 }
 """By the function: ``(microbatch, its arguments) -> its result``."""

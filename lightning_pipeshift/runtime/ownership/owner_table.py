@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.module_private import buffers_of
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.runtime.comm.channels import Channels
 
@@ -84,14 +83,3 @@ class OwnerTable:
         stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
         holders = [use.holders(stages, self.channels.num_stages) for use in self.uses]
         return holders + [[stage] for stage in stages]
-
-    def own_tensors(self) -> list[Tensor]:
-        """The model's parameters, and the buffers of its layers."""
-        buffers = [
-            buffer
-            for layer in self._modules
-            for module in layer.modules()
-            for buffer in buffers_of(module).values()
-            if buffer is not None
-        ]
-        return [*(use.parameter for use in self.uses), *buffers]

@@ -168,14 +168,6 @@ def test_operations_have_these_names() -> None:
     assert any(name.startswith(compat.FOR_EACH) for name in names)
 
 
-def test_an_operation_on_lists_can_run_item_by_item() -> None:
-    tensors = [torch.ones(2), torch.ones(3)]
-    with Operations() as mode:
-        compat.one_by_one(torch.ops.aten._foreach_add_.List, tensors, tensors, alpha=2)
-    assert [compat.schema_of(func).name for func in mode.seen] == ["aten::add_"] * 2
-    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 2, [3.0] * 3]
-
-
 # --- tensors ---
 
 
