@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
@@ -177,7 +177,7 @@ class ValueSteps:
             with run_by(None), without_torch_function_of_subclasses(), torch.no_grad():
                 moving = KeptOfLayer(core, number, source)
                 if self._updates_apart:
-                    # Nobody waits for another stage here: averages remain, and are updated there.
+                    # Stages come here at different times. Averages stay at the old owner.
                     moving.require_no_views()
                     continue
                 sent: dict[Any, Any] = {}
@@ -368,7 +368,7 @@ class ValueSteps:
         account = value.account
         assert account.name is not None
         _, turn, _ = account.name
-        is_view = any(account is each() for views in self.core.views.values() for each in views)
+        is_view = account.memory.of is not None
         is_small = value.numel() * value.element_size() <= _SMALL_BYTES
         is_of_several = account.layer in (None, SEVERAL) or not value.dim()
         return is_view or (turn == OUTSIDE and not (is_small and is_of_several))
@@ -404,7 +404,7 @@ def _by_memory(here: Mapping[Any, Account]) -> list[tuple[list[Any], list[Where]
         assert account.tensor is not None
         groups.setdefault(storage_key_of(account.tensor), []).append(name)
     return [
-        (names, [Where.of(cast("torch.Tensor", here[name].tensor)) for name in names])
+        (names, [Where.of(cast(Tensor, here[name].tensor)) for name in names])
         if len(names) > 1
         else (names, None)
         for names in groups.values()

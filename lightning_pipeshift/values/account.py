@@ -27,13 +27,15 @@ class Memory:
         offers: the messages that could carry its bytes as they are now: see :meth:`Mailbox.offer`.
         num_writes: how often an operation has written to it.
         writer: the stage of the last write; ``None`` before the first.
+        of: the parameter or buffer whose memory it is, if there is one.
         has_returned: whether a value's consumers were at another stage and are at its owner again:
             they use another tensor there, whose history a write through a view would reach alone.
     """
 
-    __slots__ = ("accounts", "has_returned", "num_writes", "offers", "writer")
+    __slots__ = ("accounts", "has_returned", "num_writes", "of", "offers", "writer")
 
-    def __init__(self) -> None:
+    def __init__(self, of: Tensor | None = None) -> None:
+        self.of = of
         self.accounts: list[weakref.ref[Account]] = []
         self.offers: list[Key] = []
         self.num_writes = 0

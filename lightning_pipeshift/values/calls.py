@@ -37,7 +37,6 @@ from lightning_pipeshift.values.value import (
     PLACED,
     Spec,
     StepBuffer,
-    StepParameter,
     Value,
     run_by,
     user_line,
@@ -290,8 +289,8 @@ class Calls(Transfers):
             shared = before[-1 - at] if is_new else call.arguments.tensors[at]
             memory = self.account_of(shared).memory if type(shared) in PLACED else None
         account = self.new_account(call.stage, spec.requires_grad, tensor, memory)
-        if memory is not None and isinstance(shared, StepParameter | StepBuffer):
-            self.core.views.setdefault(shared, []).append(weakref.ref(account))
+        if account.memory.of is not None:
+            self.core.views.add(account)
         if self.is_outside:
             account.layer = self._layer_of(call)
         if spec.requires_grad:
@@ -373,11 +372,11 @@ class Calls(Transfers):
         kept = here.get(at, account.tensor) if self.stage == call.stage else None
         # Through a view, too, or through `x.data`.
         placed = [x for x, each in self.accounts.items() if each.memory is account.memory]
-        for x in self.core.viewed(account.memory):
-            if x not in placed:
-                # A view of it that user code has kept since another step.
-                placed.append(x)
-                self.account_of(x).memory.write(call.stage)
+        viewed = account.memory.of
+        if viewed is not None and not any(x is viewed for x in placed):
+            # Through a view that user code has kept since another step.
+            placed.append(viewed)
+            self.account_of(viewed).memory.write(call.stage)
         if placed:
             self.writes_placed()
         if isinstance(target, StepBuffer):

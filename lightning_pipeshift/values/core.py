@@ -93,9 +93,9 @@ class Core:
         self.parameter_numbers = {
             tensor: at for at, tensor in enumerate((*module.parameters(), *self.parameter_owners))
         }
-        self.views: dict[Tensor, list[weakref.ref[Account]]] = {}
-        """Of the values that have the memory of a parameter or a buffer (`x.data`), by the latter:
-        user code may keep them."""
+        self.views: weakref.WeakSet[Account] = weakref.WeakSet()
+        """Of the values that have the memory of a parameter or a buffer (`x.data`): user code may
+        keep them."""
         self.kept: weakref.WeakSet[Account] = weakref.WeakSet()
         """Of the values of programs that are over, and that other code still has."""
         self.num_steps = self.step_number = 0
@@ -273,7 +273,7 @@ class Core:
             self.mailbox.pass_phase()
             self.switched.clear()
 
-    def changed(self, tensors: Iterable[Tensor] | None = None, but: Memory | None = None) -> None:
+    def changed(self, tensors: Sequence[Tensor] | None = None, but: Memory | None = None) -> None:
         """Parameters have changed, by an optimizer or in another program: copies at other stages of
         what user code keeps of their memory are old. Every stage calls this.
 
@@ -281,21 +281,10 @@ class Core:
             tensors: the parameters; ``None``: any.
             but: the memory that is known to have changed.
         """
-        for tensor in list(self.views) if tensors is None else tensors:
-            living = [x for each in self.views.pop(tensor, ()) if (x := each()) is not None]
-            if living:
-                self.views[tensor] = list(map(weakref.ref, living))
-            for account in living:
-                if account.memory is not but:
-                    account.memory.write(account.owner)
-
-    def viewed(self, memory: Memory) -> list[Tensor]:
-        """The parameters and buffers of which user code keeps a view with this account's memory."""
-        return [
-            tensor
-            for tensor, views in self.views.items()
-            if any((account := each()) is not None and account.memory is memory for each in views)
-        ]
+        for account in self.views:
+            memory = account.memory
+            if memory is not but and (tensors is None or any(memory.of is x for x in tensors)):
+                memory.write(account.owner)
 
     @contextmanager
     def trained_as(self, flags: dict[Tensor, bool]) -> Iterator[None]:

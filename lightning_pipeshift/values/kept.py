@@ -1,4 +1,6 @@
-"""What user code keeps of one layer's parameters, averages for example, when the layer moves."""
+"""Moves averages, and other values that user code computes from the parameters of a layer, to the
+new owner of the layer.
+"""
 
 from __future__ import annotations
 
@@ -79,24 +81,21 @@ class KeptOfLayer:
         self._name = core.names[number]
         self._own = core.placed_layers[number].tensors
         self._accounts: dict[Any, list[Account]] = {}
-        views = self._views = {
-            id(account)
-            for tensor in self._own
-            for each in core.views.get(tensor, ())
-            if (account := each()) is not None
-        }
+        own = set(self._own)
+        self._has_views = False
         for account in core.kept:
-            is_leaf = account.graph is None
+            is_view = account.memory.of in own
+            self._has_views |= is_view
             if (
                 account.owner == source
-                and is_leaf
-                and (account.layer == number or id(account) in views)
+                and account.graph is None
+                and (is_view or account.layer == number)
             ):
                 self._accounts.setdefault(account.name, []).append(account)
 
     def require_no_views(self) -> None:
         """Raises LayerError if user code keeps the memory of a parameter."""
-        if self._views:
+        if self._has_views:
             raise LayerError(
                 f"The layer `{self._name}` moves to another stage, and your code keeps the memory"
                 " of one of its parameters or buffers (`x.data`, `x.detach()`) behind a step. With"
@@ -105,7 +104,9 @@ class KeptOfLayer:
             )
 
     def packed(self) -> dict[Any, Any]:
-        """What the next owner needs: each memory once, and where the values are in it."""
+        """A dict for the new owner: the bytes of each memory by a number, and a :class:`_Sent` for
+        each value by its name.
+        """
         found: dict[Any, Any] = {}
         of_layer = {storage_key_of(x): at for at, x in enumerate(self._own) if not x.is_meta}
         numbers: dict[int, int] = {}

@@ -162,7 +162,8 @@ class Transfers(NotedProgram):
         account = self.accounts.get(tensor)
         if account is None:
             owner = self.core.parameter_owners[tensor]
-            account = self.accounts[tensor] = Account(owner, tensor.requires_grad, None)
+            memory = Memory(tensor)
+            account = self.accounts[tensor] = Account(owner, tensor.requires_grad, None, memory)
             self._begin_parameter(tensor, account)
         return account
 
