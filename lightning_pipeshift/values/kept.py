@@ -112,7 +112,9 @@ class KeptOfLayer:
         numbers: dict[int, int] = {}
         for name, (account, *_) in self._accounts.items():
             tensor = account.tensor
-            assert tensor is not None
+            if tensor is None:
+                # Garbage that only this rank's Python still has to collect.
+                continue
             key = storage_key_of(tensor)
             where = Where.of(tensor)
             if key in of_layer:
