@@ -255,7 +255,7 @@ class BackAndForth(L.Callback):
         elif turn % 2:
             now = strategy.plan.placement.counts[0]
             other = PLACEMENTS[PLACEMENTS.index(now) ^ 1]
-            strategy.adopt(strategy.plan.with_placement(Placement((other,))))
+            strategy.adopt(strategy.plan.with_placement(Placement((other,))), at_once=True)
             # The next step prepares it.
             self.live.append(batch_idx + 2)
         else:
@@ -271,26 +271,25 @@ class BackAndForth(L.Callback):
 
 
 def transfer(trainer: L.Trainer, module: Any) -> float:
-    """The tensors of the layers that would move, sent and received one by one; the seconds from
-    when all ranks are ready until all have done."""
+    """As many bytes as the layers that would move have, sent and received tensor by tensor; the
+    seconds from when all ranks are ready until all have done."""
     strategy: Any = trainer.strategy
     now = strategy.plan.placement
     other = Placement((PLACEMENTS[PLACEMENTS.index(now.counts[0]) ^ 1],))
-    rank, optimizer = trainer.global_rank, trainer.optimizers[0]
+    # A rank that used the parameters alone would run another program than the others.
+    rank, tensor = trainer.global_rank, torch.empty(NUM_WEIGHTS)
     dist.barrier()
     begin = time.perf_counter()
-    for index, layer in enumerate(module.layers):
+    for index in range(len(module.layers)):
         source, to = now.stage_of(0, index), other.stage_of(0, index)
         if source == to or rank not in (source, to):
             continue
-        for parameter in layer.parameters():
+        # The weight, and the optimizer's two moments.
+        for _ in range(3):
             if rank == source:
-                dist.send(parameter.data, to)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    dist.send(optimizer.state[parameter][name], to)
+                dist.send(tensor, to)
             else:
-                for _ in range(3):
-                    dist.recv(torch.empty(parameter.shape), source)
+                dist.recv(tensor, source)
     dist.barrier()
     return time.perf_counter() - begin
 
