@@ -168,8 +168,8 @@ class AsynchronousTraining(TrainingSteps):
         module = trainer.lightning_module
         is_seen = any(is_hook_used(trainer, hook) for hook in _HOOKS_BETWEEN)
         is_seen |= any(is_overridden(method, module) for method in _METHODS_BETWEEN)
-        self._pipeline.leaves_tails = not is_seen
-        self._pipeline.in_call = self._in_call
+        self._pipeline.steps.leaves_tails = not is_seen
+        self._pipeline.steps.in_call = self._in_call
 
     def _check_call(self, ends_update: bool) -> None:
         """Checks what may change from batch to batch."""
@@ -221,7 +221,7 @@ class AsynchronousTraining(TrainingSteps):
 
     def _call(self) -> Call:
         trainer = self._trainer
-        position = position_of(trainer) if self._pipeline.leaves_tails else ()
+        position = position_of(trainer) if self._pipeline.steps.leaves_tails else ()
         options = options_of(trainer.optimizers[0])
         return Call(self._number, options, step_of_loggers(trainer), position)
 

@@ -31,7 +31,8 @@ from lightning_pipeshift.step.checksum import (
     require_same_lengths,
     require_same_places,
 )
-from lightning_pipeshift.step.pipeline import EVALUATIONS_AHEAD, Pipeline
+from lightning_pipeshift.step.evaluations import STEPS_AHEAD
+from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.step_report import Report
 from lightning_pipeshift.step.training_batch import UserStep
 
@@ -101,7 +102,7 @@ class EvaluationSteps:
             # A single device: its result and logs are available at once.
             batch_idx, dataloader_idx = self._place(rest)
             purpose = f"{name}/{dataloader_idx}"
-            return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx)
+            return self._pipeline.evaluations.plain_step(batch, step, purpose, batch_idx)
         with self._context():
             return self._run_pipelined(name, batch, rest, step)
 
@@ -112,7 +113,7 @@ class EvaluationSteps:
         batch_idx, dataloader_idx = self._place(rest)
         at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
         self._compare(dataloader_idx, batch_idx, at_end)
-        logs_now = self._pipeline.evaluation_step(
+        logs_now = self._pipeline.evaluations.step(
             batch,
             batch_idx,
             step,
@@ -127,7 +128,7 @@ class EvaluationSteps:
             self._end_comparing()
         elif not self._is_needed_now(name, logs_now, loop):
             return None
-        reports = self._pipeline.fetch_reports()
+        reports = self._pipeline.evaluations.fetch_reports()
         result = self._deliver(reports, name)
         if at_end:
             self._pipeline.settle_values()
@@ -142,7 +143,7 @@ class EvaluationSteps:
         places = torch.zeros(channels.num_stages, 3, dtype=torch.int64)
         places[channels.stage] = torch.tensor((dataloader_idx, batch_idx, at_end))
         self._places.append(channels.post_sum(places))
-        self._end_comparing(EVALUATIONS_AHEAD)
+        self._end_comparing(STEPS_AHEAD)
 
     def _end_comparing(self, all_but: int = 0) -> None:
         """Waits for the comparisons that have begun, but for so many of the latest ones."""
@@ -175,7 +176,7 @@ class EvaluationSteps:
         """Raises BatchError if there were fewer batches than the dataloader's length, so that the
         logs of the last batches have not been fetched.
         """
-        if self._pipeline.num_pending:
+        if self._pipeline.evaluations.num_pending:
             raise BatchError(
                 f"The {self._what} data ended early: a dataloader's `__len__` (of its sampler, or"
                 " of its data set) returns more batches than it yields. Return the right number, or"

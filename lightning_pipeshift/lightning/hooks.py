@@ -424,9 +424,7 @@ class StrategyHooks(ParallelStrategy):
             load_state(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole state, on the CPU; each stage moves its part to the device of its
-        parameters later.
-        """
+        """Loads the whole state, on the CPU; each stage moves its part to its parameters later."""
         states = checkpoint["optimizer_states"]
         with self._session.deferred.recording():
             for optimizer, state in zip(self.optimizers, states, strict=False):

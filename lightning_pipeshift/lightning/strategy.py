@@ -185,7 +185,7 @@ class PipeShiftStrategy(StrategyHooks):
             raise PlanError(
                 "There is no plan yet: no run has begun. It is made at the first batch."
             )
-        return self.pipeline.plan_in_call_order
+        return self.pipeline.planned.plan_in_order(self.pipeline.order)
 
     @property
     def is_measured(self) -> bool:
@@ -252,7 +252,7 @@ class PipeShiftStrategy(StrategyHooks):
     @property
     def layer_names(self) -> list[str]:
         """The names of the layers, as plans and moves have them."""
-        return list(self.pipeline.layers)
+        return self.pipeline.planned.names
 
     @property
     def decisions(self) -> list[dict[str, Any]]:

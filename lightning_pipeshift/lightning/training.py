@@ -167,8 +167,11 @@ class TrainingSteps:
         """
         pipeline = self._pipeline
         number = pipeline.settings.num_microbatches(pipeline.replicas.topology.stages_per_vm)
+        part = split(batch, number)[0][0]
         with self._context():
-            return pipeline.measure(0, self._step_of(rest), split(batch, number)[0][0])
+            return pipeline.planned.measure(
+                pipeline.key("train", 0), self._step_of(rest), part, pipeline.user_step
+            )
 
     def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():
@@ -232,7 +235,7 @@ class TrainingSteps:
             isinstance(callback, ModelSummary)
             for callback in self._trainer.callbacks  # type: ignore[attr-defined]
         )
-        if not is_asked or not pipeline.has_plan or pipeline.channels.num_stages == 1:
+        if not is_asked or not pipeline.planned.has_plan or pipeline.channels.num_stages == 1:
             return
         self._say(stages_table(pipeline.plan, pipeline.replicas.topology, self._hosts))
 

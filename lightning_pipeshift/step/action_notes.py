@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -43,6 +43,20 @@ class ActionNotes:
         """Runs the steps; ``None`` while there is none."""
         self.waits_for: Callable[[], Action | None] = lambda: None
         """The action for which all others wait; ``None`` while one runs."""
+
+    def record(self, recorder: Recorder | None, parts: Sequence[Any]) -> None:
+        """Sets what takes notes of the coming steps; ``None``: nothing does.
+
+        Args:
+            recorder: it.
+            parts: others that take notes with it; ``None`` for one that there is not.
+        """
+        self.recorder = recorder
+        for part in parts:
+            if part is not None:
+                part.recorder = recorder
+        if self.core is not None:
+            self.record_messages(self.core.mailbox)
 
     def section(self, profiled: str, what: str = What.SECTION, name: str = "") -> Any:
         """A context for the profiler, and for the recorder if there is one."""

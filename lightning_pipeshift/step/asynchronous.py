@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.errors import LayerError, PlanError, some_of
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.execution.microbatch import split
-from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.comm.messages import Key
@@ -26,19 +23,17 @@ from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import require_same_end
 from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
+from lightning_pipeshift.step.minibatch_steps import MinibatchSteps
 from lightning_pipeshift.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.step.notices import Notice, Notices
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.step.plan_checks import require_movable, require_one_holder
 from lightning_pipeshift.step.step_report import Report
-from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
-from lightning_pipeshift.step.suspension import ThreadState
 from lightning_pipeshift.step.training_batch import TrainingBatch
 from lightning_pipeshift.step.value_steps import ValueSteps
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
-from lightning_pipeshift.values.program import DIGEST_MASK
-from lightning_pipeshift.values.value import running, versions_in
+from lightning_pipeshift.values.value import running
 
 
 def _finish_all(sums: Aggregation) -> tuple[()]:
@@ -73,37 +68,20 @@ class AsynchronousPipeline(Pipeline):
         self._minibatches: Minibatches | None = None
         """Those in flight, from the first one on."""
         self._notices = Notices(self.replicas, self.channels, self.section)
-        self._reports = MinibatchReports(
+        self.reports = MinibatchReports(
             self.replicas,
             self.channels,
             self._reporting,
             self.section,
             lambda: self._notices.asks_to_end,
         )
-        self._timers: dict[int, Timer] = {}
-        """By minibatch in flight."""
         stages = max(self.replicas.topology.stages_per_vm)
         self.changes = LiveChanges(stages, self._start_moving)
         self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
-        self._flight = Flight(is_asynchronous=True)
-        self._under_way: dict[int, UnderWay] = {}
-        """By the minibatch's number."""
-        self.leaves_tails = False
-        """Whether the part of a step behind a read may run in a later call. Not where code of the
-        user's runs between the calls, which has to find what each step has done."""
-        self.in_call: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        """Context of a part of a step in a later call, given the tag of its minibatch; ``None`` for
-        steps in no call."""
-        self._begins: UnderWay | None = None
-        """The minibatch whose call this is."""
-        self._versions: WeightVersions | None = None
-        """While minibatches run."""
-        # Of the steps since the pipeline was empty. All stages add it to their program's digest at
-        # the same time.
-        self._digest = 0
+        self.steps = MinibatchSteps(self)
 
     # --- as a Pipeline ---
 
@@ -111,11 +89,6 @@ class AsynchronousPipeline(Pipeline):
     def coming_plan(self) -> Plan:
         """See :class:`Pipeline`."""
         return self._asked[-1] if self._asked else super().coming_plan
-
-    def _require_memory(self, plan: Plan) -> None:
-        # No rank asks another one: only the first one raises the error.
-        if self.replicas.rank == 0:
-            self.planning.require_memory(plan, is_here=True)
 
     def _request(self, plan: Plan, at_once: bool) -> None:
         parts = [plan]
@@ -128,11 +101,11 @@ class AsynchronousPipeline(Pipeline):
     def _connect(self, holdings: Holdings, known: Core | None) -> ValueSteps:
         values = super()._connect(holdings, known)
         # Other stages may wait for what a suspended step does.
-        values.before_meeting = self._end_steps
+        values.before_meeting = self.steps.end
         return values
 
     def _number_of(self, key: Key) -> int | None:
-        return next((n for n, one in self._under_way.items() if one.run == key.step), None)
+        return next((n for n, one in self.steps.under_way.items() if one.run == key.step), None)
 
     def release(self) -> None:
         """See :class:`Pipeline`."""
@@ -155,13 +128,12 @@ class AsynchronousPipeline(Pipeline):
             assert finished is not None
             yield self._finish(finished)
         minibatches.end_one()
-        self._timers.clear()
         self.planning.end_gathering()
         self.channels.settle()
         self.values.leave_tails()
         self._in_memory.end_row()
-        core, gathering = self.values.core, self.values.gathering
-        core.digest, self._digest = (core.digest * 31 + self._digest) & DIGEST_MASK, 0
+        self.steps.are_over()
+        gathering = self.values.gathering
         gathering.end(*gathering.begin(None))
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
@@ -174,7 +146,7 @@ class AsynchronousPipeline(Pipeline):
         """
         if self.changes.last is not None or self.changes.on_their_way:
             # This stage may wait for layers whose old owner waits for a suspended step of this one.
-            self._end_steps()
+            self.steps.end()
         if self._minibatches is None:
             return []
         self._take_notice(batch, batch_idx)
@@ -184,7 +156,7 @@ class AsynchronousPipeline(Pipeline):
         if plan is not None:
             self._come_into_force(plan)
         if plan is not None or moving != self.changes.on_their_way:
-            self._follow_with_memory()
+            self.planned.follow_with_memory(self.changes)
         return late
 
     def _come_into_force(self, plan: Plan) -> None:
@@ -192,17 +164,17 @@ class AsynchronousPipeline(Pipeline):
         and gradients where these are: only backwards are left of them.
         """
         require_one_holder(plan, self.plan, self.vm, self.values.core)
-        self._plan = plan
+        self.planned.known_plan = plan
         if self._aggregation is not None:
             # Updates that have begun are summed over their own owners.
             self._old_aggregations.append(self._aggregation)
             uses = self.held.uses
             self._aggregation = self._gradient_sums.aggregation(uses, plan, is_new=False)
-        self._say_who_has_no_work()
+        self.planned.say_who_has_no_work(has_moved=True)
         # Times under the old plan do not hold for the new one.
         self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
         self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
-        self.values.place(self._stage_of())
+        self.values.place(self.planned.stage_of())
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds."""
@@ -217,7 +189,7 @@ class AsynchronousPipeline(Pipeline):
             if notice.refusal:
                 self.planning.decisions.refuse(notice.refusal)
             elif not notice.decision.is_new and self.coming_plan is self.plan:
-                self._plan = Plan.from_json(notice.decision.plan)
+                self.planned.known_plan = Plan.from_json(notice.decision.plan)
         self.is_to_end = notice.ends
 
     def _notice(self) -> Notice:
@@ -225,8 +197,9 @@ class AsynchronousPipeline(Pipeline):
         refusal = ""
         if self._outside.has_requests:
             requests = self._outside.take_requests()
-            self._carry_out(requests, f"about {self.num_steps_done + 2}")
-        ends = self.asks_to_end or self._reports.ends
+            when = f"about {self.num_steps_done + 2}"
+            self._outside.carry_out(requests, when, self.migrate, self.messages)
+        ends = self.asks_to_end or self.reports.ends
         planning = self.planning
         decision = planning.take_decision(self.coming_plan) if planning.has_decided else None
         if decision is not None and decision.is_new:
@@ -251,7 +224,7 @@ class AsynchronousPipeline(Pipeline):
         if self._minibatches is None:
             return []
         late = self.changes.settle(self._minibatches.next)
-        self._follow_with_memory()
+        self.planned.follow_with_memory(self.changes)
         return late
 
     @contextmanager
@@ -288,12 +261,18 @@ class AsynchronousPipeline(Pipeline):
         return LiveMigration(
             self.held,
             plan.placement.stages(self.vm),
-            self._optimizers,
+            self.planned.optimizers,
             self._threads,
             earliest,
             self._minibatches.versions,
             self._minibatches.newest_update,
         )
+
+    @property
+    def minibatches(self) -> Minibatches:
+        """Those in flight, from the first one on."""
+        assert self._minibatches is not None
+        return self._minibatches
 
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:
@@ -314,7 +293,7 @@ class AsynchronousPipeline(Pipeline):
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in self.held.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
-        self._minibatches = Minibatches(self, stage, num_stages, versions)
+        self._minibatches = Minibatches(self.steps, stage, num_stages, versions)
         return self._minibatches
 
     def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
@@ -322,8 +301,7 @@ class AsynchronousPipeline(Pipeline):
         self.held.gradients.set_aside(keep=not minibatch.begins_update)
 
     def _finish(self, minibatch: Minibatch) -> Finished:
-        self._timers.pop(minibatch.number, None)
-        report = self._reports.report(self._under_way[minibatch.number])
+        report = self.reports.report(self.steps.under_way[minibatch.number])
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
         with self.section("[PipeShift] sum gradients"):
@@ -333,11 +311,7 @@ class AsynchronousPipeline(Pipeline):
                 joins=sums is not None and not minibatch.begins_update,
             )
         self._close_old_aggregations()
-        one = self._under_way.pop(minibatch.number)
-        # What a stage sends it does not change before the backward, when the others have got it.
-        self.values.core.mailbox.finish(one.run, all_but=8 * self.channels.num_stages)
-        self._digest = (self._digest * 31 + one.microbatch.digest) & DIGEST_MASK
-        one.microbatch.release()
+        self.steps.finish(minibatch.number)
         return Finished(minibatch, report)
 
     def _close_old_aggregations(self) -> None:
@@ -347,19 +321,6 @@ class AsynchronousPipeline(Pipeline):
             if old not in needed:
                 old.close()
                 self._old_aggregations.remove(old)
-
-    def run(self, row: Row, ahead: Row) -> None:
-        """Runs a stage's turn: see :class:`Minibatches`."""
-        assert self._minibatches is not None
-        self._in_memory.begin_row((*row, *ahead))
-        self._flight.todo.extend(row)
-        self._go_on(self.leaves_tails and row[0].kind is Kind.FORWARD)
-
-    def _end_steps(self) -> None:
-        """Runs the rest of the steps that are suspended."""
-        if self._flight.live and self._versions is None:
-            with self.in_call(None):
-                self._go_on(leaves_some=False)
 
     def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
         """Runs the forward of a minibatch, and the backward that is due with it.
@@ -375,12 +336,12 @@ class AsynchronousPipeline(Pipeline):
         if self._minibatches is None:
             # Later batches are compared by :meth:`before_minibatch`.
             self.meets()
-            self._check_batch(given.batch, given.batch_idx)
+            self.check_batch(given.batch, given.batch_idx)
         ((part, size),) = split(given.batch, 1)
         planning, profiler = self.planning, self.planning.profiler
         planning.model.note_samples(size)
-        self._prepare(self._key("train", given.step_number), given.step, part)
-        self._optimizers = given.optimizers
+        self.prepare(self.key("train", given.step_number), given.step, part)
+        self.planned.optimizers = given.optimizers
         minibatches = self._minibatches or self._make_minibatches()
         core, outside = self.values.core, running()
         assert isinstance(outside, Microbatch)
@@ -399,121 +360,32 @@ class AsynchronousPipeline(Pipeline):
             sums=self._sums(given.accumulation),
             tag=tag,
         )
-        self._begins = self._under_way[minibatches.next] = UnderWay(
+        steps = self.steps
+        steps.begins = steps.under_way[minibatches.next] = UnderWay(
             given, minibatch, core.num_steps
         )
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
         if planning.measures and not profiler.is_over:
-            self._timers[minibatches.next] = profiler.timer
+            steps.timers[minibatches.next] = profiler.timer
         profiler.begin_step()
         finished = minibatches.begin(minibatch)
-        self._begins = None
+        steps.begins = None
         self.values.begin_between()
         profiler.end_step()
-        self._num_microbatches_done += 1
         self.num_steps_done = planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
         if self.changes.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             lag = max(self.replicas.topology.stages_per_vm)
-            planning.after_step(self.plan, own, self._layers, given.optimizers, lag)
+            planning.after_step(self.plan, own, self.planned.layers, given.optimizers, lag)
         return found
-
-    def _go_on(self, leaves_some: bool) -> None:
-        """Runs what is to be run, and the steps that have begun."""
-        assert self._minibatches is not None
-        flight, tails = self._flight, self.values.tails
-        arm = None
-        if backward := next((one for one in flight.todo if one.kind is Kind.BACKWARD), None):
-            one = self._under_way[backward.microbatch]
-            if one.minibatch.sums is not None and not one.given.accumulation.has_begun:
-                # Its gradients are summed over the virtual machines.
-                arm = one.minibatch.sums.arm
-        newest = self._under_way[max(self._under_way)]
-        seed = stream_seed("train", newest.given.step_number)
-        versions = self._versions = self._minibatches.versions
-        watching = nullcontext() if tails is None else tails.watching(bool(flight.live), stays=True)
-        try:
-            with self.values.running(), watching:
-                self.values.engine.go_on(flight, seed, self._begin_step_of, arm, tails, leaves_some)
-        except BaseException as error:
-            # What is suspended must not go on.
-            self._flight = Flight(is_asynchronous=True)
-            self.values.leave_tails()
-            found = versions.explained(error) if isinstance(error, RuntimeError) else None
-            if found is None:
-                raise
-            raise found from error
-        finally:
-            self._versions = None
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        versions = self._versions
-        if versions is None:
-            with super()._around(action):
-                yield
-            return
-        one, moves = self._under_way[action.microbatch], self.changes.migration
-        is_later = action.kind is Kind.FORWARD and one is not self._begins
-        with (
-            self.in_call(one.minibatch.tag) if is_later else nullcontext(),
-            super()._around(action),
-        ):
-            versions.begin_action(action)
-            before = self._writes_to_weights() if action.kind is Kind.FORWARD else {}
-            try:
-                yield
-                if action.kind is Kind.FORWARD and (now := self._writes_to_weights()) != before:
-                    changed = [name for name, writes in now.items() if writes != before[name]]
-                    raise LayerError(
-                        f"The step writes to {some_of(list(map(repr, changed)))}, which is trained."
-                        " With an asynchronous schedule earlier minibatches in flight need its old"
-                        " values, and updates of them follow. Write to it in the `step` of a"
-                        ' subclass of your optimizer, or pass `schedule="1f1b"`.'
-                    )
-            finally:
-                versions.end_action(action)
-            if moves is not None and one.microbatch.is_done:
-                moves.end_action(action)
-
-    def _writes_to_weights(self) -> dict[str, int]:
-        """How often each trained parameter of this stage has been written to."""
-        held = [use for use in self.held.held if use.parameter.requires_grad]
-        with without_torch_function_of_subclasses():
-            writes = versions_in(use.parameter for use in held)
-        return {use.name: count for use, count in zip(held, writes, strict=True)}
-
-    def _begin_step_of(self, number: int, outside: ThreadState) -> SuspendableMicrobatch:
-        """The microbatch of a minibatch."""
-        one, core = self._under_way[number], self.values.core
-        given, batch = one.given, one.minibatch.batch
-
-        def body(microbatch: SuspendableMicrobatch) -> None:
-            result, logs = self.values.logged(given.step, batch, 0)
-            if microbatch.is_ahead():
-                microbatch.stall("")
-            losses = one.minibatch.losses
-            losses.add(result, logs, self.channels.device)
-            (outcome,) = losses.outcomes
-            if not given.wants_result:
-                outcome.result = None
-            self._reports.send_results(one, self.values.gathering)
-            loss = outcome.loss
-            if loss is not None and loss.requires_grad:
-                microbatch.root = losses.weighed(0, given, self.replicas.count)
-
-        seed = stream_seed("train", given.step_number)
-        core.step_number = given.step_number
-        microbatch = one.microbatch = SuspendableMicrobatch(
-            core, one.run, seed, 0, body, outside, self.values.tails, self._flight, number
-        )
-        microbatch.has_later_backward = True
-        microbatch.timer = self._timers.get(number)
-        microbatch.saves = self._in_memory.saves(self.plan, number, batch, is_first=True)
-        return microbatch
+        with self.steps.around(action, super()._around(action)):
+            yield
 
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the values that a minibatch has given them."""
-        self._reports.take_metrics(report, self.values.gathering)
+        self.reports.take_metrics(report, self.values.gathering)

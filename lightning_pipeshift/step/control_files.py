@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from lightning_pipeshift.documents import Document
-from lightning_pipeshift.errors import PlanError, explained
+from lightning_pipeshift.errors import PipeShiftError, PlanError, explained
 from lightning_pipeshift.files import parse_json, read_text, remove_leftovers, write_text
 from lightning_pipeshift.plan.document.moves import Move
 
@@ -148,6 +148,30 @@ class ControlFiles:
     def take_requests(self) -> list[Request]:
         """Returns the requests that wait for an answer, oldest first."""
         return [self._requests.get() for _ in range(self._requests.qsize())]
+
+    def carry_out(
+        self,
+        requests: Iterable[Request],
+        when: str,
+        migrate: Callable[[Iterable[Move]], object],
+        messages: list[str],
+    ) -> None:
+        """Makes the moves that other processes ask for, and answers them.
+
+        Args:
+            requests: of the processes.
+            when: the step from which they hold, for the answer.
+            migrate: makes moves, or raises a PipeShiftError.
+            messages: gets what the user is told.
+        """
+        for request in requests:
+            try:
+                migrate(request.moves)
+                answer = Answer(True, f"{request}, {when} on")
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            messages.append(f"asked from outside: {answer.text}.")
+            self.answer(request, answer)
 
     def answer(self, request: Request, answer: Answer) -> None:
         """Writes the answer to a request."""

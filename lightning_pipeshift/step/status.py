@@ -19,7 +19,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
         "virtual_machines": [],
         "waits": [],
     }
-    if not pipeline.has_plan:
+    if not pipeline.planned.has_plan:
         return status
     # Each is an immutable value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning

@@ -57,6 +57,22 @@ class SynchronousPipeline(Pipeline):
         self._batch_metrics = BatchMetrics(self.root)
         return super()._connect(holdings, known)
 
+    def begins_plain_step(self, batch: Any, step: UserStep, step_number: int) -> bool:
+        """Whether the coming training step is the user's own, without additions: on one device, if
+        the batch is not split, nothing is measured, and no layer is recomputed or moves. Makes the
+        plan on the first batch, as the plan decides about recomputation.
+
+        Args:
+            batch: the whole batch.
+            step: runs the user's ``training_step``.
+            step_number: counts batches over the whole run.
+        """
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        if not self.settings.leaves_steps_whole(stages_per_vm):
+            return False
+        self.prepare(self.key("train", step_number), step, batch)
+        return not self.plan.recomputed(self.vm) and self.changes.last is None
+
     def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
         """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
         Lightning runs its backward.
@@ -66,9 +82,8 @@ class SynchronousPipeline(Pipeline):
         """
         self.meets()
         self._note_begin()
-        result = self._plain_forward("train", step_number, step, batch)
+        result = self.plain_forward("train", step_number, step, batch)
         self.is_to_end = self.asks_to_end
-        self._num_microbatches_done += 1
         if self._outside.has_requests:
             self._open_mail()
         self.num_steps_done = step_number + 1
@@ -91,7 +106,7 @@ class SynchronousPipeline(Pipeline):
             # Optimizers' state may arrive until now, and weights of layers that were not called.
             self._finish_change()
         self._collect_gradients(given, report)
-        self._end_step(given, len(slices))
+        self._end_step(given)
         return report
 
     def _begin_step(self, given: TrainingBatch, part: Any) -> None:
@@ -105,26 +120,25 @@ class SynchronousPipeline(Pipeline):
         self._note_begin()
         self.late_updates.begin_step()
         self.channels.settle()
-        self._check_batch(given.batch, given.batch_idx)
-        self._prepare(self._key("train", given.step_number), given.step, part)
+        self.check_batch(given.batch, given.batch_idx)
+        self.prepare(self.key("train", given.step_number), given.step, part)
         self._votes.before_step()
         self._change_owners(given)
         self._follow_moves_with_memory()
 
-    def _end_step(self, given: TrainingBatch, num_microbatches: int) -> None:
-        self._num_microbatches_done += num_microbatches
+    def _end_step(self, given: TrainingBatch) -> None:
         self._votes.after_step()
         if given.accumulation.goes_on:
             self.changes.weights_are_final()
         self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         core = self.values.core
-        if core.result_bytes and not self._is_timed:
+        if core.result_bytes and not self.planned.is_timed:
             self.planning.model.note_results(core.result_bytes, core.kinds)
         core.result_bytes.clear()
         if self.changes.last is None and not self.plan.placement.owners:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            self.planning.after_step(self.plan, own, self._layers, given.optimizers)
+            self.planning.after_step(self.plan, own, self.planned.layers, given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = self.planning.decisions.step = given.step_number + 1
@@ -167,7 +181,7 @@ class SynchronousPipeline(Pipeline):
             self._batch_metrics.begin()
         profiler.begin_step()
         self._in_memory.begin_row(row[self.channels.stage])
-        self._run(
+        self.run_step(
             "train",
             given.step_number,
             [part for part, _ in slices],
@@ -249,7 +263,9 @@ class SynchronousPipeline(Pipeline):
         self._begin_step(replace(given, keeps_gradients=True), given.batch)
         row = forward_only(self.channels.num_stages, 1)[self.channels.stage]
         function = partial(self.values.logged, given.step)
-        ((result, logged),) = self._run("train", given.step_number, [given.batch], function, row)
+        ((result, logged),) = self.run_step(
+            "train", given.step_number, [given.batch], function, row
+        )
         size = size_or_one(given.batch)
         logs = merge_logs([logged], [size], [float(size)])
         everything = result, logs, given.is_last_batch
@@ -257,7 +273,7 @@ class SynchronousPipeline(Pipeline):
         result, logs, is_last_batch = gathering.end(*gathering.begin(everything))
         require_same_end(given.is_last_batch, is_last_batch, given.batch_idx)
         report = Report(result, logs, is_last_batch, size=size, stops=given.stops())
-        self._end_step(given, 1)
+        self._end_step(given)
         return report
 
     # --- another plan ---
@@ -278,14 +294,14 @@ class SynchronousPipeline(Pipeline):
     def _put_in_force(self, plan: Plan) -> None:
         """Puts a plan in force, between two steps."""
         self._reorder(plan)
-        self._plan = plan
-        self._follow_with_memory()
+        self.planned.known_plan = plan
+        self.planned.follow_with_memory(self.changes)
         self._gradient_sums.connect_sharers(self.held.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
             self._aggregation = self._gradient_sums.aggregation(self.held.uses, plan, is_new=False)
         self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
-        self.values.place(self._stage_of())
+        self.values.place(self.planned.stage_of())
 
     def _change_owners(self, given: TrainingBatch) -> None:
         """Puts the plan in force whose layers have been prepared for it, between two steps."""
@@ -306,21 +322,22 @@ class SynchronousPipeline(Pipeline):
 
     def _finish_change(self) -> None:
         if self.changes.finish():
-            self._say_who_has_no_work()
+            self.planned.say_who_has_no_work(has_moved=True)
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
 
     def _follow_moves_with_memory(self) -> None:
         if self._in_memory.held_twice != self.changes.held_twice:
-            self._follow_with_memory()
+            self.planned.follow_with_memory(self.changes)
 
     def _open_mail(self) -> None:
         """Carries out requests from other processes, and decisions of the first rank."""
         has_decided = self.planning.has_decided
         asked = (self._outside.take_requests(), has_decided)
         requests, has_decided = self.replicas.world.share_object(asked, source=0)
-        self._carry_out(requests, f"from step {self.num_steps_done + 2}")
+        when = f"from step {self.num_steps_done + 2}"
+        self._outside.carry_out(requests, when, self.migrate, self.messages)
         if has_decided:
             decision = self.planning.announce(self.coming_plan)
             plan = Plan.from_json(decision.plan)
@@ -330,7 +347,7 @@ class SynchronousPipeline(Pipeline):
                 except PlanError as error:
                     self.planning.decisions.refuse(str(error))
             elif self.changes.last is None:
-                self._plan = plan
+                self.planned.known_plan = plan
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:

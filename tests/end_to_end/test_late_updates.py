@@ -374,7 +374,7 @@ def test_lightnings_callbacks_see_updated_parameters(tmp_path: Path) -> None:
 class Moves(L.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         cuts = {1: [[2, 3], [3, 2]], 6: [[4, 1], [2, 3]]}
-        if index in cuts and trainer.strategy.pipeline.has_plan:
+        if index in cuts and trainer.strategy.pipeline.planned.has_plan:
             plan = trainer.strategy.plan
             counts = tuple(map(tuple, cuts[index]))
             trainer.strategy.adopt(plan.with_placement(type(plan.placement)(counts)))

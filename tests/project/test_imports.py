@@ -229,3 +229,31 @@ def test_public_names_are_the_same_for_python_and_for_type_checkers():
         exec("from lightning_pipeshift import Pipeline")
     with pytest.raises(AttributeError, match="no attribute 'Pipeline'"):
         lightning_pipeshift.Pipeline  # noqa: B018
+
+
+MOST_LINES, MOST_METHODS = 450, 20
+# The methods of these are those of a library's class.
+HOOKS = {"StrategyHooks"}
+
+
+def _public_methods(cls):
+    """The names of a class's public methods, but for its properties."""
+    for method in cls.body:
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+            names = {ast.unparse(each) for each in method.decorator_list}
+            if not any(name == "property" or name.endswith(".setter") for name in names):
+                yield method.name
+
+
+def test_no_module_or_class_is_large():
+    found = []
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text()
+        where = path.relative_to(ROOT)
+        if text.count("\n") > MOST_LINES:
+            found.append(f"{where}: more than {MOST_LINES} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.name not in HOOKS:
+                if len(list(_public_methods(node))) > MOST_METHODS:
+                    found.append(f"{where}: {node.name} has more than {MOST_METHODS} methods")
+    assert not found

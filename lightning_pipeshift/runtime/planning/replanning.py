@@ -279,13 +279,13 @@ class Replanning:
         checks_memory = self.is_measured or has_budget
         return parts_of(old, new, self.model.profile.layers, measured, checks_memory)
 
-    def require_memory(self, plan: Plan, is_here: bool = False) -> None:
+    def require_memory(self, plan: Plan, are_apart: bool = False) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,
         if there are any.
 
         Args:
             plan: the plan.
-            is_here: whether only the first rank calls this; otherwise every rank does.
+            are_apart: whether no rank may ask another one: only the first one raises the error.
         """
 
         def check() -> None:
@@ -296,10 +296,10 @@ class Replanning:
             if not measured.fits(plan, held):
                 raise PlanError(measured.lacking(plan, held))
 
-        if is_here:
-            check()
-        else:
+        if not are_apart:
             self._from_first_rank(check)
+        elif self._replicas.rank == 0:
+            check()
 
     # --- once the first steps have been measured ---
 
