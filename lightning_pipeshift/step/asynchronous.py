@@ -113,6 +113,10 @@ class AsynchronousPipeline(Pipeline):
             sums.close()
         super().release()
 
+    def begins_plain_step(self, *_: Any) -> bool:
+        """Never: see :class:`SynchronousPipeline`."""
+        return False
+
     # --- minibatches ---
 
     def drain(self) -> Iterator[Finished]:
