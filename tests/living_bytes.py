@@ -15,7 +15,7 @@ import lightning.pytorch as L
 import torch
 
 from lightning_pipeshift.compat.torch_private import storage_key
-from lightning_pipeshift.model.execution.live_bytes import LiveBytes
+from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 
 

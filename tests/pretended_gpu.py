@@ -23,8 +23,8 @@ from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat import torch_private
+from lightning_pipeshift.devices import shared_memory
 from lightning_pipeshift.runtime.comm import memory_link
-from lightning_pipeshift.runtime.offload import shared_memory
 from lightning_pipeshift.step import suspension
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values import gradients

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad
 
 from lightning_pipeshift.compat.torch_private import make_wrapper_subclass
-from lightning_pipeshift.runtime.offload import shared_memory
+from lightning_pipeshift.devices import shared_memory
 from lightning_pipeshift.values import value
 from lightning_pipeshift.values.microbatch import Microbatch
 from tests.simulated.device import SimulatedDevice

@@ -39,7 +39,7 @@ from lightning_pipeshift.lightning.optimizers import (
 from lightning_pipeshift.lightning.patches import HOOKS, Adjustments
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
-from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.step.asynchronous import AsynchronousPipeline
 from lightning_pipeshift.step.minibatches import Finished

@@ -25,9 +25,9 @@ from lightning_pipeshift.compat.lightning_private import training_data
 from lightning_pipeshift.errors import ConfigurationError, explained
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.run import Run
-from lightning_pipeshift.model.execution.microbatch import size_or_one
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.user_state.random_streams import global_state, set_global_state
+from lightning_pipeshift.model.random.random_streams import global_state, set_global_state
+from lightning_pipeshift.model.tensors.microbatch import size_or_one
 from lightning_pipeshift.plan.arrange.auto_numbers import Numbers, choose_numbers
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.planning.make_plan import Settings

@@ -22,8 +22,8 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
-from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.model.execution.trees import map_leaves
+from lightning_pipeshift.model.tensors.transfer import to_device
+from lightning_pipeshift.model.tensors.trees import map_leaves
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.step.checksum import (

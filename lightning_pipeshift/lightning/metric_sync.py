@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.tensors.trees import leaves_of
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.values.value import Value
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pipeshift.lightning.connection import Connection
-from lightning_pipeshift.model.user_state.random_streams import (
+from lightning_pipeshift.model.random.random_streams import (
     SharedRandomStream,
     global_state,
     set_global_state,

@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipeshift.errors import explained
 from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
-from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.evaluation import EvaluationSteps
+from lightning_pipeshift.lightning.finetuning import SharedComparison
 from lightning_pipeshift.lightning.interruptions import Interruptions
 from lightning_pipeshift.lightning.metric_sync import MetricSync, silence_advice_to_synchronise
+from lightning_pipeshift.lightning.over_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.patches import Adjustments
-from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit

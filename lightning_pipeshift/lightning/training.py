@@ -22,13 +22,13 @@ from lightning_pipeshift.lightning.optimizers import (
     why_all_gradients,
     why_state_stays,
 )
+from lightning_pipeshift.lightning.over_stages import loss_scale_of
 from lightning_pipeshift.lightning.patches import HOOKS, NO_LOSS, Adjustments
-from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.run_tables import lanes_table, stages_table
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
-from lightning_pipeshift.model.execution.microbatch import split
-from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.parameters.optimizer_trial import check_updates
+from lightning_pipeshift.model.tensors.microbatch import split
+from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.liveness.stalls import purpose

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.model.execution.microbatch import split
+from lightning_pipeshift.model.tensors.microbatch import split
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.execution.transfer import to_host
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.tensors.transfer import to_host
+from lightning_pipeshift.model.tensors.trees import leaves_of
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.liveness.stalls import tells
 from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch, words_of

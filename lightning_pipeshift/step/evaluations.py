@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipeshift.model.execution.microbatch import size_or_one
+from lightning_pipeshift.model.tensors.microbatch import size_or_one
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.plan.schedule.schedules import forward_only
 from lightning_pipeshift.runtime.liveness.stalls import purpose

@@ -32,10 +32,10 @@ from lightning_pipeshift.compat.torch_private import (
     swap_tensors,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.model.execution.effects import EffectError, effects_allowed, no_effects
-from lightning_pipeshift.model.execution.measure import Unknown
-from lightning_pipeshift.model.execution.trees import Rebuild, flatten, map_leaves
+from lightning_pipeshift.model.measuring.measure import Unknown
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.tensors.trees import Rebuild, flatten, map_leaves
+from lightning_pipeshift.model.user_state.effects import EffectError, effects_allowed, no_effects
 from lightning_pipeshift.model.user_state.preserve import ObjectState, preserved
 from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox

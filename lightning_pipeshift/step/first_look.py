@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.random_private import host_mark
 from lightning_pipeshift.devices.properties import generators_of
-from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
-from lightning_pipeshift.model.execution.microbatch import size_or_one
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of
+from lightning_pipeshift.model.measuring.measure import Figures, Stopwatch
 from lightning_pipeshift.model.parameters.uses import ParameterUse, parameter_uses
+from lightning_pipeshift.model.random.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
+from lightning_pipeshift.model.tensors.microbatch import size_or_one
+from lightning_pipeshift.model.tensors.trees import address_of, leaves_of
 from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
 from lightning_pipeshift.plan.partition.boundaries import Crossing

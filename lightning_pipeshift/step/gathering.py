@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
-from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.model.execution.trees import leaves_of, map_leaves
+from lightning_pipeshift.model.tensors.transfer import to_device
+from lightning_pipeshift.model.tensors.trees import leaves_of, map_leaves
 from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.gathering import (

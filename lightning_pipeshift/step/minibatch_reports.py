@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pipeshift.compat.torchmetrics_private import last_value, set_last_value
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.tensors.transfer import to_device, to_host
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.messages import ADVICE
 from lightning_pipeshift.runtime.comm.replicas import Replicas

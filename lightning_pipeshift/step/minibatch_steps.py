@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError, some_of
-from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.measuring.timing import Timer
+from lightning_pipeshift.model.random.random_streams import stream_seed
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
 from lightning_pipeshift.step.minibatch_reports import UnderWay

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
+from lightning_pipeshift.model.tensors.microbatch import merge, weighted_mean
 from lightning_pipeshift.model.user_state.logs import merge_logs
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas

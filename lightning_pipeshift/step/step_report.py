@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.execution.microbatch import weighted_mean
+from lightning_pipeshift.model.tensors.microbatch import weighted_mean
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 
 

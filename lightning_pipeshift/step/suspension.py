@@ -28,7 +28,7 @@ from lightning_pipeshift.compat.torch_private import (
     top_saved_hooks,
 )
 from lightning_pipeshift.devices.properties import generators_of
-from lightning_pipeshift.model.user_state.random_streams import (
+from lightning_pipeshift.model.random.random_streams import (
     host_state,
     seed_host,
     set_host_state,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.model.execution.microbatch import size_or_one, split
+from lightning_pipeshift.model.tensors.microbatch import size_or_one, split
 from lightning_pipeshift.model.user_state.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.plan.document.plan import Plan

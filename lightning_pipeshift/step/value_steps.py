@@ -15,11 +15,11 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.model.execution.transfer import to_device, to_host
 from lightning_pipeshift.model.parameters.absent import swap
+from lightning_pipeshift.model.random.random_streams import stream_seed
 from lightning_pipeshift.model.saved.layer import NamedLayer
+from lightning_pipeshift.model.tensors.transfer import to_device, to_host
 from lightning_pipeshift.model.user_state.logs import LoggedValue, LogRecorder
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox

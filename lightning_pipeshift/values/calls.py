@@ -12,7 +12,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
+from lightning_pipeshift.model.random.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.values.account import SEVERAL
 from lightning_pipeshift.values.arguments import Arguments, Outcome, State, applied, copied_call
 from lightning_pipeshift.values.common_tensors import CommonTensors

@@ -27,7 +27,7 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.model.user_state.random_streams import (
+from lightning_pipeshift.model.random.random_streams import (
     host_state,
     seed_host,
     set_host_state,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import Fetch, to_host
-from lightning_pipeshift.model.execution.trees import Rebuild, flatten
+from lightning_pipeshift.model.tensors.transfer import Fetch, to_host
+from lightning_pipeshift.model.tensors.trees import Rebuild, flatten
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.reads import key_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import storage_key_of
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.reads import offer
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeshift.compat.module_private import BackwardHook, has_compiled, with_compiling
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.random.random_streams import drawing_from, numbered_seed
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.model.user_state.random_streams import drawing_from, numbered_seed
+from lightning_pipeshift.model.tensors.trees import leaves_of
 from lightning_pipeshift.values.arguments import Arguments, given
 from lightning_pipeshift.values.calls import Call, described, modes_of
 from lightning_pipeshift.values.contract import Contract, other_numbers

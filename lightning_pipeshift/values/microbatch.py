@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.model.execution.finite import finite_check
-from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.execution.trees import map_leaves
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.measuring.finite import finite_check
+from lightning_pipeshift.model.measuring.timing import Timer
+from lightning_pipeshift.model.random.random_streams import stream_seed
+from lightning_pipeshift.model.tensors.trees import map_leaves
 from lightning_pipeshift.values.arguments import Arguments, copied_call, given
 from lightning_pipeshift.values.backward import run_backward
 from lightning_pipeshift.values.calls import Call, Calls, described, modes_of

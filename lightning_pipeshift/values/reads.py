@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
-from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Kind
 from lightning_pipeshift.values.account import Account, Memory

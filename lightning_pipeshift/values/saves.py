@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.model.execution.code_bytes import CodeBytes
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
+from lightning_pipeshift.model.measuring.code_bytes import CodeBytes
 from lightning_pipeshift.model.parameters.gradients import call_before_backward
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
 from lightning_pipeshift.model.saved.hooks import are_alone
@@ -25,6 +24,7 @@ from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+from lightning_pipeshift.model.tensors.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 
 

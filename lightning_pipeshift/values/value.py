@@ -20,7 +20,7 @@ from lightning_pipeshift.compat.torch_private import (
 )
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import WithoutMemory
+from lightning_pipeshift.model.tensors.trees import WithoutMemory
 from lightning_pipeshift.values.account import Account
 from lightning_pipeshift.values.functions import OF_PARAMETERS, QUESTIONS
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PlanError
 from lightning_pipeshift.devices import streams
-from lightning_pipeshift.model.execution import measure
+from lightning_pipeshift.model.measuring import measure
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import link_probe, move_parts, probe, profiling, slow_rank
 from lightning_pipeshift.testing.ranks import run_ranks

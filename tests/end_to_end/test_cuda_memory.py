@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
 from lightning_pipeshift.devices.host_memory import pinned_buffer
-from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
+from lightning_pipeshift.devices.shared_memory import address_here
+from lightning_pipeshift.model.tensors.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
-from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.planning.probe import probe
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_waits import NUM_STEPS, Model

@@ -37,7 +37,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.data import for_virtual_machine
-from lightning_pipeshift.model.user_state.random_streams import (
+from lightning_pipeshift.model.random.random_streams import (
     SharedRandomStream,
     global_state,
     set_global_state,

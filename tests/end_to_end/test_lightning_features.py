@@ -41,7 +41,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_pipeshift import grad_norm
-from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
+from lightning_pipeshift.lightning.over_stages import by_itself, over_stages
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     LeavesOut,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift import Move, PipelineTimeline
+from lightning_pipeshift.devices.shared_memory import address_here, opened
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import memory_link
-from lightning_pipeshift.runtime.offload.shared_memory import address_here, opened
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import Diary, built, parameters_of, quiet_trainer
 from tests.models import SmallLanguageModel, sentences

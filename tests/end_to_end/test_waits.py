@@ -21,9 +21,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.compat.torch_private import READ_NUMBER
+from lightning_pipeshift.devices.shared_memory import address_here
 from lightning_pipeshift.lightning import connection
-from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
-from lightning_pipeshift.runtime.offload.shared_memory import address_here
+from lightning_pipeshift.model.tensors.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.step.checksum import _FIRST_BATCHES
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, Diary, built, parameters_of

@@ -253,7 +253,38 @@ def test_no_module_or_class_is_large():
         if text.count("\n") > MOST_LINES:
             found.append(f"{where}: more than {MOST_LINES} lines")
         for node in ast.walk(ast.parse(text)):
-            is_class = isinstance(node, ast.ClassDef) and node.name not in HOOKS
-            if is_class and len(list(_public_methods(node))) > MOST_METHODS:
+            if not isinstance(node, ast.ClassDef) or node.name in HOOKS:
+                continue
+            if len(list(_public_methods(node))) > MOST_METHODS:
                 found.append(f"{where}: {node.name} has more than {MOST_METHODS} methods")
     assert not found
+
+
+def _room(parts):
+    """The folder of a module, from the parts of its name after the package's."""
+    folder = ROOT.joinpath(*parts)
+    return "/".join(parts if folder.is_dir() else parts[:-1])
+
+
+def test_rooms_import_each_other_in_no_circle():
+    imports: dict[str, dict[str, None]] = {}
+    for path in ROOT.rglob("*.py"):
+        own = _room(path.relative_to(ROOT).with_suffix("").parts)
+        found = imports.setdefault(own, {})
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            if name.startswith(f"{PACKAGE}."):
+                found[_room(name.split(".")[1:])] = None
+        found.pop(own, None)
+    # What is open to all is in the top folder, as is what imports all.
+    imports.pop("")
+    order: list[str] = []
+    while len(order) < len(imports):
+        free = [
+            room
+            for room, others in imports.items()
+            if room not in order and not set(others) - {"", *order}
+        ]
+        left = {room: [*imports[room]] for room in imports if room not in order}
+        assert free, f"a circle among {left}"
+        order += free

@@ -36,11 +36,11 @@ EXPLANATION = re.compile(r"\s\((?:one\s+)?replicas?\s+of\s+the\s+pipeline[);]")
 PARTS = {
     "commands/planning.py": "of a help text whose first use is before it",
     "lightning/run_tables.py": "of a log, see `run.py`",
-    "model/user_state/random_streams.py": "of a seed, which nobody reads",
+    "model/random/random_streams.py": "of a seed, which nobody reads",
     "plan/arrange/auto_numbers.py": "of a log",
     "plan/arrange/measurements.py": "of errors",
     "plan/document/text_plan.py": "of a drawing, whose first use is explained",
-    "plan/inputs/partition.py": "of errors",
+    "plan/partition/given_partition.py": "of errors",
     "plan/inputs/topology.py": "of errors and logs: a rank's name",
     "plan/inputs/traffic.py": "of a table of lanes",
     "runtime/comm/process_groups.py": "of errors: what a group is for",

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.devices.properties import used_bytes
 from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.lightning.callbacks.record_gathering import Gathering, Place, Taken
 from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineResults
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.step.control_files import FOLDER, WITHOUT_LOGGER
 from lightning_pipeshift.timeline import outcomes

@@ -26,14 +26,14 @@ from lightning_pipeshift.compat.module_private import MODULE_TABLES
 from lightning_pipeshift.compat.torch_private import pytree, storage_key_of, version_of
 from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.parameters.recorded_code import (
     META,
     Promised,
     recorded_by,
     unrecorded,
 )
-from lightning_pipeshift.model.user_state.random_streams import stream_seed
+from lightning_pipeshift.model.random.random_streams import stream_seed
+from lightning_pipeshift.model.tensors.trees import flatten
 
 
 class _View(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
-from lightning_pipeshift.model.execution.trees import WithoutMemory
+from lightning_pipeshift.model.tensors.trees import WithoutMemory
 
 
 class _Result(torch.autograd.Function):

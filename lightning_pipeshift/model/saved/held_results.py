@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.compat.torch_private import COPY_TO, OperationMode, schema_of, version_of
-from lightning_pipeshift.model.execution.trees import (
+from lightning_pipeshift.model.tensors.trees import (
     Layout,
     address_of,
     flatten,

@@ -18,7 +18,7 @@ from lightning_pipeshift.compat.module_private import (
     plain_call,
 )
 from lightning_pipeshift.compat.torch_private import without_torch_function
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.tensors.trees import leaves_of
 
 
 class Weights(Protocol):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import OperationMode
 from lightning_pipeshift.devices.streams import synchronize
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.model.saved.held_results import is_skippable, seconds_seen
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable, bytes_of
+from lightning_pipeshift.model.tensors.trees import address_of, leaves_of, tensors_here
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 

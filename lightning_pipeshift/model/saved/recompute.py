@@ -27,13 +27,6 @@ from lightning_pipeshift.compat.module_private import NormBase, compiled_in
 from lightning_pipeshift.compat.torch_private import version_of, without_torch_dispatch
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import (
-    WithoutMemory,
-    address_of,
-    flatten,
-    is_object,
-    layout_of,
-)
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
@@ -41,6 +34,13 @@ from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer, Origins
 from lightning_pipeshift.model.saved.saved_tensors import GIVEN, Saved, SavedTable, resident_in
+from lightning_pipeshift.model.tensors.trees import (
+    WithoutMemory,
+    address_of,
+    flatten,
+    is_object,
+    layout_of,
+)
 from lightning_pipeshift.model.user_state.preserve import ObjectState
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.module_private import buffers_of, parameters_of
 from lightning_pipeshift.compat.torch_private import version_of
-from lightning_pipeshift.model.execution.trees import (
+from lightning_pipeshift.model.tensors.trees import (
     Layout,
     address_of,
     layout_of,

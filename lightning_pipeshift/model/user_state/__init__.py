@@ -1,1 +1,1 @@
-"""State of user code: attributes, logged values, metrics, random numbers."""
+"""State of user code: attributes, logged values, metrics."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_pipeshift.model.execution.microbatch import weighted_mean
-from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.model.execution.trees import map_leaves
+from lightning_pipeshift.model.tensors.microbatch import weighted_mean
+from lightning_pipeshift.model.tensors.transfer import to_device
+from lightning_pipeshift.model.tensors.trees import map_leaves
 
 
 class MetricRef(NamedTuple):

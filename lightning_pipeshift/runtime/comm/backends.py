@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.devices.properties import device_name
+from lightning_pipeshift.devices.shared_memory import Address, address_here
 from lightning_pipeshift.host import network_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.waits import Watched
-from lightning_pipeshift.runtime.offload.shared_memory import Address, address_here
 
 log = logging.getLogger(__name__)
 

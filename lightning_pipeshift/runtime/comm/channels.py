@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.devices.shared_memory import Address
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
 from lightning_pipeshift.runtime.comm.lane import Lane, Paced, as_bytes, finish
@@ -30,7 +31,6 @@ from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpo
 from lightning_pipeshift.runtime.comm.sockets import Opened, ends_soon, keep_for_ever, shut_down
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
-from lightning_pipeshift.runtime.offload.shared_memory import Address
 
 # The numbers of lanes.
 _MEASUREMENTS = 8

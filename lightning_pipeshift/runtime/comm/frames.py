@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
-from lightning_pipeshift.model.execution.transfer import Fetch
+from lightning_pipeshift.model.tensors.transfer import Fetch
 from lightning_pipeshift.runtime.comm.messages import MOST_DIMS, Key, Kind, Place, packed
 
 _HEAD = struct.Struct(f"<2q4b3qQq64s96s{MOST_DIMS}q")

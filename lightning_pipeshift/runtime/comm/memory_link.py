@@ -20,6 +20,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.shared_memory import (
+    Address,
+    Opening,
+    SharedBufferPool,
+    opened,
+)
 from lightning_pipeshift.devices.streams import (
     SharedEvent,
     record_event,
@@ -28,12 +34,6 @@ from lightning_pipeshift.devices.streams import (
     synchronize,
 )
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject, gathered
-from lightning_pipeshift.runtime.offload.shared_memory import (
-    Address,
-    Opening,
-    SharedBufferPool,
-    opened,
-)
 
 log = logging.getLogger(__name__)
 

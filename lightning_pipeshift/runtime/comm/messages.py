@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.tensors.transfer import to_device
 
 _HOST = torch.device("cpu")
 MOST_DIMS = 12

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices.streams import is_asynchronous
-from lightning_pipeshift.model.execution.transfer import Fetch
+from lightning_pipeshift.model.tensors.transfer import Fetch
 from lightning_pipeshift.runtime.comm.messages import Kind
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.waits import Watched, complete

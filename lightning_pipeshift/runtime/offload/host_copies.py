@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Done, Ticket, nothing
+from lightning_pipeshift.runtime.offload.copying import Done, Ticket, nothing
 from lightning_pipeshift.text import ceil_bytes_text
 
 

@@ -18,14 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.devices.streams import record_event
-from lightning_pipeshift.model.saved.codec import Codec
-from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.comm.staging import host_buffer
-from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
-from lightning_pipeshift.runtime.offload.copying import Done, ThreadTicket, Ticket, nothing
-from lightning_pipeshift.runtime.offload.shared_memory import (
+from lightning_pipeshift.devices.shared_memory import (
     Address,
     Opening,
     SharedBufferPool,
@@ -33,6 +26,13 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
     copy,
     opened,
 )
+from lightning_pipeshift.devices.streams import record_event
+from lightning_pipeshift.model.saved.codec import Codec
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.staging import host_buffer
+from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
+from lightning_pipeshift.runtime.offload.copying import Done, ThreadTicket, Ticket, nothing
 from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
 
 # The lanes of blocks: to the lenders; back, with requests for blocks in the opposite direction; and

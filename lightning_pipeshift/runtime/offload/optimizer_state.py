@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import has_step_hooks
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier
+from lightning_pipeshift.runtime.offload.copying import Copier
 from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_dense
 from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
 from lightning_pipeshift.text import ceil_bytes_text

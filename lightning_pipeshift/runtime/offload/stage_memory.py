@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipeshift.devices.buffers import BufferPool
+from lightning_pipeshift.devices.shared_memory import address_here
 from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.saved.codec import codec_named
@@ -24,10 +26,9 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copy_costs import copy_costs
-from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of, nothing
+from lightning_pipeshift.runtime.offload.copying import copier_of, nothing
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.optimizer_state import Layers, OptimizerStates
-from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
 from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
 from lightning_pipeshift.text import ceil_bytes_text

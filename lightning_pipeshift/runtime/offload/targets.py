@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Done, Ticket, nothing
+from lightning_pipeshift.runtime.offload.copying import Copier, Done, Ticket, nothing
 
 
 class OffloadedBlock(Protocol):

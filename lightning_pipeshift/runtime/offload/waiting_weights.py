@@ -26,9 +26,10 @@ from typing import Any, Final
 from torch import nn
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.gradients import call_before_backward
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, nothing
+from lightning_pipeshift.runtime.offload.copying import Copier, nothing
 from lightning_pipeshift.runtime.offload.host_copies import Copies, HostCopies, Traffic, is_at
 from lightning_pipeshift.runtime.offload.weight_memory import Weight, may_wait
 

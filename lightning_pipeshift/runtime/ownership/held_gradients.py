@@ -18,10 +18,10 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.absent import AbsentTensor
 from lightning_pipeshift.model.parameters.gradients import added, is_alone
 from lightning_pipeshift.model.parameters.uses import ParameterUse, give_gradient
+from lightning_pipeshift.model.tensors.transfer import to_host
 from lightning_pipeshift.runtime.comm.lane import Lane, Sent
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable
 

@@ -13,11 +13,11 @@ from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Sharers
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.cut_search import best_split
+from lightning_pipeshift.plan.partition.given_partition import resolve
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.text import count_text

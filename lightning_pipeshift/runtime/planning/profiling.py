@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous
-from lightning_pipeshift.model.execution.measure import Figures
-from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.measuring.measure import Figures
+from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of

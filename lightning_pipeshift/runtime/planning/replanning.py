@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.measuring.measure import Figures
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan

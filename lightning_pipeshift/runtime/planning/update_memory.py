@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import step_without_hooks
-from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
+from lightning_pipeshift.model.tensors.trees import leaves_of
 
 _NUM_ELEMENTS = 4096
 

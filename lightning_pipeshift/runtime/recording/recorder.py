@@ -1,7 +1,7 @@
 """Records what one rank does in a step, at as little cost as possible.
 
 Nothing is computed while the step runs: a mark is a tuple in a list that was made before. On a GPU
-the moments are events in the stream, as in :mod:`lightning_pipeshift.model.execution.timing`; they
+the moments are events in the stream, as in :mod:`lightning_pipeshift.model.measuring.timing`; they
 are read when the step is over, by :meth:`Recorder.record`. Steps that are not recorded have no
 recorder: whoever could be recorded has a ``recorder`` that is ``None`` then.
 """

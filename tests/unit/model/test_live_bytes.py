@@ -5,7 +5,7 @@ import threading
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lightning_pipeshift.model.execution.live_bytes import LiveBytes
+from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 

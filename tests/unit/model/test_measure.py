@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeshift.model.execution import measure
-from lightning_pipeshift.model.execution.measure import Stopwatch
+from lightning_pipeshift.model.measuring import measure
+from lightning_pipeshift.model.measuring.measure import Stopwatch
 from lightning_pipeshift.model.parameters.layers import find_layers
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer

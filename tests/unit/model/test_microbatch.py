@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.execution.microbatch import (
+from lightning_pipeshift.model.tensors.microbatch import (
     batch_size_of,
     merge,
     split,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.user_state.random_streams import (
+from lightning_pipeshift.model.random.random_streams import (
     drawing_from,
     global_state,
     host_state,

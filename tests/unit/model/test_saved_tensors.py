@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import Saved, SavedBlock, SavedTable
+from lightning_pipeshift.model.tensors.trees import address_of
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 
 NOTHING: frozenset[int] = frozenset()

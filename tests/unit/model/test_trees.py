@@ -9,7 +9,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_pipeshift.model.execution.trees import flatten, leaves_of, map_leaves
+from lightning_pipeshift.model.tensors.trees import flatten, leaves_of, map_leaves
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipeshift.model.execution.microbatch import split
+from lightning_pipeshift.model.tensors.microbatch import split
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, workload_of

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pipeshift.devices.shared_memory import address_here
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.channels import Channels
@@ -23,7 +24,6 @@ from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import shut_down
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
-from lightning_pipeshift.runtime.offload.shared_memory import address_here
 
 CPU = torch.device("cpu")
 

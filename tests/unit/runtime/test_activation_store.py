@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Saved, SavedTable
+from lightning_pipeshift.model.tensors.trees import address_of
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, parse_row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -33,7 +34,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 from lightning_pipeshift.runtime.offload import activation_store as store_module
 from lightning_pipeshift.runtime.offload import saved_blocks
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Done, ThreadCopier, Ticket
+from lightning_pipeshift.runtime.offload.copying import Done, ThreadCopier, Ticket
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadedBlock, OffloadTarget
 from tests.unit.model.test_recompute import seeded
 

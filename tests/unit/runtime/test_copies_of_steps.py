@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier
+from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.targets import LocalTarget
 from tests.simulated.device import SimulatedDevice
 from tests.unit.runtime.test_activation_store import Stage, layers_of, same, saved_by

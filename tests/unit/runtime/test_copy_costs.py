@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.runtime.offload import copy_costs as module
 from lightning_pipeshift.runtime.offload.copy_costs import copy_costs
-from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier, ThreadCopier
+from lightning_pipeshift.runtime.offload.copying import StreamCopier, ThreadCopier
 from lightning_pipeshift.runtime.offload.targets import LocalTarget
 from tests.simulated.device import SimulatedDevice
 

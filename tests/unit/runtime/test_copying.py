@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.runtime.offload.copying import (
-    BufferPool,
     StreamCopier,
     ThreadCopier,
     Ticket,

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeshift.devices import shared_memory as beside_module
+from lightning_pipeshift.devices.shared_memory import Address, address_here
 from lightning_pipeshift.errors import BudgetError, StageFailedError
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
@@ -29,10 +31,8 @@ from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload import activation_store as store_module
 from lightning_pipeshift.runtime.offload import lending as lending_module
-from lightning_pipeshift.runtime.offload import shared_memory as beside_module
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
-from lightning_pipeshift.runtime.offload.shared_memory import Address, address_here
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.unit.model.codec_bound import largest_error

@@ -22,16 +22,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices import shared_memory
+from lightning_pipeshift.devices.buffers import BufferPool
+from lightning_pipeshift.devices.shared_memory import Address
 from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm import threads as threads_module
 from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, MemoryLink
 from lightning_pipeshift.runtime.comm.threads import InOrder
-from lightning_pipeshift.runtime.offload import copying, lending, saved_blocks, shared_memory
-from lightning_pipeshift.runtime.offload.copying import BufferPool, ThreadTicket
+from lightning_pipeshift.runtime.offload import copying, lending, saved_blocks
+from lightning_pipeshift.runtime.offload.copying import ThreadTicket
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
-from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
 from tests.cases import some
 from tests.simulated.device import DataRaceError, SimulatedDevice

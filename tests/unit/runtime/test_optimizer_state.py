@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
 from lightning_pipeshift.runtime.offload import copying
-from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
+from lightning_pipeshift.runtime.offload.copying import copier_of
 from lightning_pipeshift.runtime.offload.optimizer_state import OptimizerStates
 from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.forgotten_waits import forget

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pipeshift.commands.running import shown
-from lightning_pipeshift.model.execution import timing
+from lightning_pipeshift.model.measuring import timing
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate

@@ -20,13 +20,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.devices import shared_memory
+from lightning_pipeshift.devices.buffers import BufferPool
+from lightning_pipeshift.devices.shared_memory import Address
 from lightning_pipeshift.devices.streams import side_stream
-from lightning_pipeshift.model.execution import timing, transfer
-from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
+from lightning_pipeshift.model.measuring import timing
+from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+from lightning_pipeshift.model.tensors import transfer
+from lightning_pipeshift.model.tensors.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.plan.schedule.actions import Row
 from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm.channels import Channels
@@ -36,11 +40,10 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients import aggregation, device_rings
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
-from lightning_pipeshift.runtime.offload import copying, lending, shared_memory
+from lightning_pipeshift.runtime.offload import copying, lending
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier
+from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
-from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
 from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.holdings import Holdings

@@ -18,7 +18,7 @@ import torch
 from benchmarks.slow_hosts import LAYERS as OF_LAYERS
 from benchmarks.slow_hosts import PAUSES, STOPPED, USUAL, split_for
 from lightning_pipeshift.devices import streams
-from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.measuring.measure import Figures
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.errors import BudgetError, LayerError
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.runtime.offload import copying
-from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
+from lightning_pipeshift.runtime.offload.copying import copier_of
 from lightning_pipeshift.runtime.offload.optimizer_state import OptimizerStates
 from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
 from tests.simulated.device import DataRaceError, SimulatedDevice

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.model.execution.effects import EffectError, effects_allowed, no_effects
+from lightning_pipeshift.model.user_state.effects import EffectError, effects_allowed, no_effects
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.torch_private import scale_device, scaler_device, scaler_state
-from lightning_pipeshift.model.execution.transfer import to_device, to_host
+from lightning_pipeshift.model.tensors.transfer import to_device, to_host
 from lightning_pipeshift.values.value import run_by
 
 # A function of the optimizer's parameters and the kind of norm: returns the norm of each parameter

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import OperationMode, storage_key
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.tensors.trees import leaves_of
 
 
 class LiveBytes(OperationMode):

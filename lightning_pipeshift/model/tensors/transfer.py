@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices.host_memory import pinned_like
 from lightning_pipeshift.devices.streams import record_event
-from lightning_pipeshift.model.execution.trees import flatten, map_leaves
+from lightning_pipeshift.model.tensors.trees import flatten, map_leaves
 
 _JOINED_BYTES: Final = 1 << 16
 """Tensors up to this size are joined for the copy."""

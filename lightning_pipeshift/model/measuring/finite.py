@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
-from lightning_pipeshift.model.execution.trees import WithoutMemory
+from lightning_pipeshift.model.tensors.trees import WithoutMemory
 
 log = logging.getLogger(__name__)
 

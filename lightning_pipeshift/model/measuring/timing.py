@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
-from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.parameters.gradients import call_before_backward
+from lightning_pipeshift.model.tensors.trees import leaves_of
 
 # Of each interval the latest samples are kept.
 _MOST_SAMPLES = 512

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import OperationMode
-from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import address_of, leaves_of, tensors_here
+from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+from lightning_pipeshift.model.tensors.trees import address_of, leaves_of, tensors_here
 
 
 class CodeBytes(OperationMode):

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.buffers import BufferPool
 from lightning_pipeshift.devices.cuda import exported, imported, visible_devices
 from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.host import process_space
-from lightning_pipeshift.runtime.offload.copying import BufferPool
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.execution.trees import flatten, structure_of
+from lightning_pipeshift.model.tensors.trees import flatten, structure_of
 
 
 def batch_size_of(batch: Any) -> int:

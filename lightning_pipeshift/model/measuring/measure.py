@@ -16,16 +16,16 @@ from torch import Tensor
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.properties import generators_of
 from lightning_pipeshift.devices.streams import synchronize
-from lightning_pipeshift.model.execution.live_bytes import LiveBytes
-from lightning_pipeshift.model.execution.trees import Rebuild, address_of, leaves_of
+from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
 from lightning_pipeshift.model.parameters.gradients import like_a_result
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.random.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
+from lightning_pipeshift.model.tensors.trees import Rebuild, address_of, leaves_of
 from lightning_pipeshift.model.user_state.preserve import ObjectState
-from lightning_pipeshift.model.user_state.random_streams import drawing_from, stream_seed
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 _REPEATS = 3

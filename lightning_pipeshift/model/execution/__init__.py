@@ -1,1 +1,0 @@
-"""The execution of one microbatch on one stage: the forward pass, the batch, its timing."""

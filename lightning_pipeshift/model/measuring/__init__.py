@@ -1,0 +1,1 @@
+"""What layers cost: their seconds and their bytes."""

@@ -1,0 +1,1 @@
+"""Random streams, which do not depend on where a layer is."""
