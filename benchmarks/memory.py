@@ -97,31 +97,35 @@ class Stack(L.LightningModule):
         return Adam(self.parameters(), lr=1e-5)
 
 
-class Scales(L.Callback):
-    """Weighs the process between two steps."""
+class Weighed(Stack):
+    """Weighs its process between two steps: before a batch, not in a hook, where the parameters of
+    other stages can be used, too.
+
+    Args:
+        base: the process's bytes before the model was built.
+        held: gets what is found.
+    """
 
     def __init__(self, base: int, held: Held) -> None:
+        super().__init__()
         self._base = base
         self._held = held
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        held = self._held
-        if batch_idx == 1:
-            held.first_peak = _status("VmHWM") - self._base
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Called when a batch is on the device."""
+        if self.trainer.global_step == 2:
+            self._held.first_peak = _status("VmHWM") - self._base
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        if batch_idx != NUM_STEPS - 1:
-            return
+        if self.trainer.global_step == NUM_STEPS:
+            self._weigh()
+        return batch
+
+    def _weigh(self) -> None:
+        held, trainer = self._held, self.trainer
         gc.collect()
-        tensors = [*pl_module.parameters(), *pl_module.buffers()]
+        tensors = [*self.parameters(), *self.buffers()]
         held.parameters = _bytes_of(tensors)
-        held.gradients = _bytes_of(p.grad for p in pl_module.parameters())
+        held.gradients = _bytes_of(p.grad for p in self.parameters())
         held.optimizer = _bytes_of(
             value for state in trainer.optimizers[0].state.values() for value in state.values()
         )
@@ -160,12 +164,14 @@ def measure(num_stages: int) -> Held:
     own_layers = NUM_LAYERS // num_stages
     in_flight = num_stages - stage if num_stages > 1 else NUM_MICROBATCHES
     batch_size = NUM_MICROBATCHES * MICROBATCH_SIZE
-    data = TensorDataset(torch.randn(2 * batch_size, WIDTH).repeat(NUM_STEPS // 2, 1))
+    # One more step: the last one is weighed before the next batch.
+    data = TensorDataset(torch.randn(2 * batch_size, WIDTH).repeat(NUM_STEPS // 2 + 1, 1))
     gc.collect()
     base = _status("VmRSS")
 
-    model = Stack()
-    held = Held(whole=_status("VmRSS") - base, own=own_layers * LAYER_BYTES * COPIES_TRAINED)
+    held = Held(own=own_layers * LAYER_BYTES * COPIES_TRAINED)
+    model = Weighed(base, held)
+    held.whole = _status("VmRSS") - base
     # A layer keeps its input; what the ReLU keeps is the next layer's input.
     held.activations = in_flight * own_layers * MICROBATCH_SIZE * WIDTH * 4
     options: dict[str, Any] = {}
@@ -176,9 +182,8 @@ def measure(num_stages: int) -> Held:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_stages,
-        max_steps=NUM_STEPS,
+        max_steps=NUM_STEPS + 1,
         logger=False,
-        callbacks=[Scales(base, held)],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,

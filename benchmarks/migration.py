@@ -12,8 +12,8 @@ that of the best split.
 
 Gap: layers with real weights and Adam's state go back and forth between stages. How long the move
 holds the stage up that it holds up longest, and by how much the longest step around it is longer
-than the median step; against a blocking send and receive of the same tensors, layer by layer, with
-a barrier behind it; and against a checkpoint, a new process and a resume. All in one run (the
+than the median step; against a blocking send and receive of as many bytes, tensor by tensor, with a
+barrier behind it; and against a checkpoint, a new process and a resume. All in one run (the
 restart begins where it ends).
 """
 

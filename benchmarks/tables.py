@@ -525,7 +525,7 @@ def moves() -> Rows:
         ["", "holds training up for, s", "times the live move"],
         ["live move", f"{{{where} / held_up_seconds .4f}}", "1"],
         [
-            "blocking send and receive of the same tensors, and a barrier",
+            "blocking send and receive of as many bytes, and a barrier",
             f"{{{where} / blocking_seconds .3f}}",
             f"{{{where} / blocking_over_live .1f}}",
         ],

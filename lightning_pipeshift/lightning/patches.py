@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial, update_wrapper
-from types import MethodType
 from typing import Any, Final, cast
 
 import lightning.pytorch as pl
@@ -33,6 +32,7 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.lightning.steps import is_users_own
 from lightning_pipeshift.model.parameters.absent import AbsentTensor, absent_error
+from lightning_pipeshift.model.user_state.copies import method_of_copy
 from lightning_pipeshift.values.value import StepBuffer, StepParameter, Value
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
@@ -62,20 +62,6 @@ class _Result(ClosureResult):
         return super().from_training_step_output(output, normalize)
 
 
-def _log_values(
-    log: Callable[..., None],
-    read: Callable[[Value], Any],
-    name: str,
-    value: Any,
-    *rest: Any,
-    **options: Any,
-) -> None:
-    value = apply_to_collection(value, (Value, StepParameter, StepBuffer), read)
-    if isinstance(value, AbsentTensor):
-        raise absent_error(f"self.log({name!r}, ...)", value.absent_name)
-    log(name, value, *rest, **options)
-
-
 HOOKS: Final = frozenset(
     name
     for kind in (pl.Callback, pl.LightningModule)
@@ -86,7 +72,29 @@ HOOKS: Final = frozenset(
 _AVERAGES = StochasticWeightAveraging, WeightAveraging
 
 
-class _InContext:
+class _Replaced:
+    """Stands for a method of one object.
+
+    Args:
+        part: has the method.
+        name: of the method.
+    """
+
+    def __init__(self, part: Any, name: str) -> None:
+        self._part, self._name = part, name
+        self._plain = getattr(part, name)
+        update_wrapper(cast(Any, self), self._plain)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """For a copy of what has the method: its own, which nothing stands for."""
+        copied = memo.get(id(self._part))
+        own: Any = getattr(type(self._part), self._name, None)
+        if copied is None or own is None or getattr(self._plain, "__func__", None) is not own:
+            return self._plain
+        return method_of_copy(copied, self._name, memo)
+
+
+class _InContext(_Replaced):
     """A hook that runs in a context.
 
     Args:
@@ -96,21 +104,31 @@ class _InContext:
     """
 
     def __init__(self, part: Any, name: str, context: Callable[[], Any]) -> None:
-        self._part, self._name, self._context = part, name, context
-        self._hook = getattr(part, name)
-        update_wrapper(self, self._hook)
+        super().__init__(part, name)
+        self._context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
-            return self._hook(*args, **kwargs)
+            return self._plain(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """For a copy of what has the hook: its own, without the context."""
-        copied = memo.get(id(self._part))
-        own: Any = getattr(type(self._part), self._name, None)
-        if copied is None or own is None or getattr(self._hook, "__func__", None) is not own:
-            return self._hook
-        return MethodType(cast(Any, own), copied)
+
+class _LogsValues(_Replaced):
+    """A module's ``log`` that takes values.
+
+    Args:
+        module: the module.
+        read: makes a value a tensor.
+    """
+
+    def __init__(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:
+        super().__init__(module, "log")
+        self._read = read
+
+    def __call__(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
+        value = apply_to_collection(value, (Value, StepParameter, StepBuffer), self._read)
+        if isinstance(value, AbsentTensor):
+            raise absent_error(f"self.log({name!r}, ...)", value.absent_name)
+        self._plain(name, value, *rest, **options)
 
 
 class Adjustments:
@@ -193,7 +211,7 @@ class Adjustments:
         parameter that is on another stage, outside of steps: logged without a word, it would be
         missing, or fail when the run is over.
         """
-        self._set(module, "log", partial(_log_values, module.log, read))
+        self._set(module, "log", _LogsValues(module, read))
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

@@ -114,7 +114,7 @@ class AsynchronousPipeline(Pipeline):
         super().release()
 
     def begins_plain_step(self, *_: Any) -> bool:
-        """Never: see :class:`SynchronousPipeline`."""
+        """Whether a step is the user's own, without additions: never. ``TrainingSteps`` asks."""
         return False
 
     # --- minibatches ---

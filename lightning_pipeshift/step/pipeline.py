@@ -162,8 +162,6 @@ class Pipeline:
         self.calls: CallWatch | None = None
         """Is told of all calls of layers and operations."""
 
-    # --- the plan ---
-
     @property
     def plan(self) -> Plan:
         """The plan in force."""
@@ -216,6 +214,8 @@ class Pipeline:
                 " `recompute='none'`; or checkpoint the layers in the step"
                 " (`torch.utils.checkpoint`)."
             )
+        if seen.idle:
+            self.planned.say_who_has_no_work(has_moved=False)
         self._values = self._connect(holdings, seen.core)
         self.late_updates.await_before = self._values.core.await_before
 
@@ -322,7 +322,7 @@ class Pipeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """See :attr:`PipeShiftStrategy.exposed_seconds`."""
+        """The seconds that the last step has waited for other virtual machines' gradients."""
         return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:

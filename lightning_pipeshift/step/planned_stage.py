@@ -81,7 +81,7 @@ class PlannedStage:
         self.layers = [
             NamedLayer(name, layer, index) for index, (name, layer) in enumerate(layers.items())
         ]
-        """In the order in which the first step called them."""
+        """From :meth:`first_plan` on in the order in which the first step called them."""
         if uncompiled := compiled_around(root, layers.values()):
             say(
                 f"PipeShift runs {', '.join(map(repr, uncompiled))} without compiling, as there are"
@@ -107,8 +107,8 @@ class PlannedStage:
         self._said_of_work: str | None = None
 
     @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The layers by their names."""
+    def layers_by_name(self) -> dict[str, nn.Module]:
+        """The modules of the layers, by the layers' names."""
         return {each.name: each.layer for each in self.layers}
 
     @property
@@ -185,7 +185,8 @@ class PlannedStage:
         return self.first_look.measure(seen, batch, None, trains=True)
 
     def hold(self, plan: Plan, seen: Seen, optimizers: Sequence[Optimizer]) -> Holdings:
-        """Holds what the first plan says, and nothing else. Every rank calls this.
+        """Puts the first plan in force: from here on, this rank holds what it says, and nothing
+        else. If layers were not timed, the plan predicts nothing. Every rank calls this.
 
         Args:
             plan: the plan.
@@ -205,8 +206,6 @@ class PlannedStage:
         self.match_replicas(parameters_too=True)
         holdings.settle(optimizers, self._deferred)
         self._deferred.forget()
-        if seen.idle:
-            self.say_who_has_no_work(has_moved=False)
         self.is_timed = seen.is_timed
         if self._settings.plan is None and not self.is_timed:
             # The layers' seconds were for the cut by bytes only: they predict nothing.

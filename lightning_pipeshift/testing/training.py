@@ -199,7 +199,7 @@ class Recorder(Callback):
             strategy = trainer.strategy
             if isinstance(strategy, PipeShiftStrategy) and trainer.is_global_zero:
                 seconds = {layer.name: layer.forward_seconds for layer in strategy.plan.layers}
-                layers = layers_of(strategy.pipeline.planned.modules, seconds)
+                layers = layers_of(strategy.pipeline.planned.layers_by_name, seconds)
                 self.findings = self._record.findings(layers)
 
     def _end_step(self, trainer: pl.Trainer) -> None:

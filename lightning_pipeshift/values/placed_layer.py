@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from lightning_pipeshift.compat.module_private import (
     set_hook_tables,
 )
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.user_state.copies import method_of_copy
 from lightning_pipeshift.values.layer_contracts import flagged_in, is_heard
 from lightning_pipeshift.values.layer_state import Attribute, Watch
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -175,30 +174,4 @@ class _PlacedForward:
         if own is not None:
             return copy.deepcopy(own, memo)
         copied = memo.get(id(self._layer.module))
-        return self if copied is None else _ForwardOfCopy(copied)
-
-
-class _ForwardOfCopy:
-    """The ``forward`` of a layer's copy: that of its class. It has no reference to the copy, which
-    is deleted at once when nobody has it any more, as without PipeShift.
-    """
-
-    __slots__ = ("_module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def _method(self) -> Any:
-        module: Any = self._module()
-        return MethodType(type(module).forward, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method()(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self._module()))
-        return self if module is None else _ForwardOfCopy(module)
-
-    def __reduce__(self) -> Any:
-        # Of a pickled copy: a method of the class.
-        return self._method().__reduce__()
+        return self if copied is None else method_of_copy(copied, "forward", memo)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import time
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.features_models import QUIET, built, plain
 from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
 
@@ -123,9 +124,22 @@ class LeavesGarbage(Watched):
             gc.collect()
 
     def on_train_epoch_end(self) -> None:
-        copied, others = copy.deepcopy(self.net), weakref.WeakSet(self.net)
-        others.update(copied)
-        del copied
+        others = weakref.WeakSet(self.net)
+        copied: Any = copy.deepcopy(self.net)
+        others.update((*copied, copy.deepcopy(self), copied[0]))
+        forward = copy.deepcopy(copied[0]).forward
+        double = copy.copy(copied[0])
+        double.weight = nn.Parameter(2 * copied[0].weight.detach())
+        x = torch.ones(1, NUM_FEATURES)
+        with torch.no_grad():
+            self.seen += [f(x).sum().item() for f in (copied[0], forward, double)]
+        assert "forward" not in copied[0].__dict__
+        assert "log" not in copy.deepcopy(self).__dict__
+        del copied, forward, double
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(others) > len(self.net) and time.monotonic() < deadline:
+            # A thread that looks at stacks may hold a frame for a moment.
+            time.sleep(0.01)
         self.seen.append(len(others))
 
 
