@@ -182,9 +182,8 @@ class AsynchronousPipeline(Pipeline):
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds."""
-        assert self._minibatches is not None
         own = self._notice() if self.replicas.rank == 0 else None
-        notice = self._notices.take(own, self._minibatches.next, batch, batch_idx, self.asks_to_end)
+        notice = self._notices.take(own, self.minibatches.next, batch, batch_idx, self.asks_to_end)
         self._asked = []
         if notice.plans:
             self.changes.request(Plan.from_json(text) for text in notice.plans)
@@ -238,14 +237,13 @@ class AsynchronousPipeline(Pipeline):
         Args:
             minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
         """
-        assert self._minibatches is not None
         if minibatch is not None:
             self.changes.withhold(minibatch.tag)
         parameters = [use.parameter for use in self.held.held]
-        with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
+        with self.minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
         if self.changes.migration is not None:
-            self.changes.migration.send_newest(self._minibatches.next)
+            self.changes.migration.send_newest(self.minibatches.next)
 
     def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
         """Begins to move layers for a plan.
@@ -254,7 +252,6 @@ class AsynchronousPipeline(Pipeline):
             plan: the plan.
             minibatch: the one before whose forward every stage calls this.
         """
-        assert self._minibatches is not None
         earliest = minibatch + 1
         # The same minibatch in all virtual machines, so that the owners of an update are known.
         for vm in range(self.replicas.count):
@@ -268,8 +265,8 @@ class AsynchronousPipeline(Pipeline):
             self.planned.optimizers,
             self._threads,
             earliest,
-            self._minibatches.versions,
-            self._minibatches.newest_update,
+            self.minibatches.versions,
+            self.minibatches.newest_update,
         )
 
     @property

@@ -37,7 +37,7 @@ from lightning_pipeshift.step.training_batch import Key, UserStep
 
 
 class PlannedStage:
-    """What one rank holds of the model, and the plan that says so.
+    """One rank's layers, parameters and memory, and the plan in force.
 
     Args:
         root: the LightningModule, whole.

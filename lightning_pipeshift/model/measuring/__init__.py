@@ -1,1 +1,1 @@
-"""What layers cost: their seconds and their bytes."""
+"""Measures the seconds and the bytes of layers."""

@@ -27,9 +27,9 @@ class _Removal:
 
 
 def method_of_copy(copied: Any, name: str, memo: dict[Any, Any]) -> Any:
-    """What a copy has in the place of a method that a run has replaced in the original: that of its
-    class. When the copy is complete, it has no such attribute of its own any more: it would refer
-    to itself, and be deleted late; and a copy of the copy would call the method of the first one.
+    """Returns the method of a copy's class, for a method that a run has replaced in the original.
+    When the copy is complete, the attribute is removed from the copy: with it, the copy would refer
+    to itself and be deleted late, and a copy of the copy would call the method of the first one.
 
     Args:
         copied: the copy.
