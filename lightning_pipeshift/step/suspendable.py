@@ -243,4 +243,4 @@ def words_of(kind: Kind, microbatch: Microbatch | None) -> str | None:
     return f"{kind.properties.words} of microbatch {microbatch.turn}"
 
 
-tells("layer", lambda own: own["self"].core.names[own["number"]])(Microbatch._called)
+tells("layer", lambda own: own["self"].core.names[own["number"]])(Microbatch.layer)

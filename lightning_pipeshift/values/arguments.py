@@ -157,13 +157,11 @@ class Arguments:
             return (cls, x)
         if cls is tuple or isinstance(x, tuple):
             self._num_tuples += 1
-            return (cls, *map(self._scan, x))
+            # Most are tensors: a call less for each.
+            tensor, scan = self._tensor, self._scan
+            return (cls, *[tensor(y) if isinstance(y, Tensor) else scan(y) for y in x])
         if isinstance(x, Tensor):
-            number = self._tensor_numbers.get(id(x))
-            if number is None:
-                number = self._tensor_numbers[id(x)] = len(self.tensors)
-                self.tensors.append(x)
-            return (number, self._describe(x))
+            return self._tensor(x)
         if isinstance(x, float):
             self._note_number(x)
             return (float, x if self._exact or x in (0.0, 1.0) else None)
@@ -192,6 +190,13 @@ class Arguments:
             is_free = isinstance(x, np.floating) and not self._exact and x not in (0.0, 1.0)
             return (type(x), None if is_free else x)
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
+
+    def _tensor(self, x: Tensor) -> Any:
+        number = self._tensor_numbers.get(id(x))
+        if number is None:
+            number = self._tensor_numbers[id(x)] = len(self.tensors)
+            self.tensors.append(x)
+        return (number, self._describe(x))
 
     def _note_number(self, number: Any) -> None:
         if not self._num_objects:

@@ -107,7 +107,8 @@ class Core:
         self.sees_parameters = False
         """Whether parameters have another class now."""
         self.own_classes: dict[Tensor, type] = {}
-        """The classes that parameters and buffers have elsewhere."""
+        """The classes that parameters and buffers have elsewhere; found once in a run."""
+        self._classes: list[tuple[Tensor, type, type]] = []
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -232,19 +233,23 @@ class Core:
             yield
             return
         self._place_layers()
-        placed = {*self.own_parameters(), *self.parameter_owners}
-        self.own_classes = classes = {tensor: type(tensor) for tensor in placed}
-        for tensor, cls in classes.items():
-            # A class is faster to look at: `isinstance` is torch's own for parameters.
-            is_parameter = cls is nn.Parameter or isinstance(tensor, nn.Parameter)
-            tensor.__class__ = StepParameter if is_parameter else StepBuffer
+        if not self.own_classes:
+            placed = {*self.own_parameters(), *self.parameter_owners}
+            self.own_classes = {tensor: type(tensor) for tensor in placed}
+            self._classes = [
+                (x, cls, StepParameter if isinstance(x, nn.Parameter) else StepBuffer)
+                for x, cls in self.own_classes.items()
+            ]
+        classes = self._classes
+        for tensor, _, cls in classes:
+            tensor.__class__ = cls
         self.sees_parameters = True
         try:
             with functions_intercepted():
                 yield
         finally:
             self.sees_parameters = False
-            for tensor, cls in classes.items():
+            for tensor, cls, _ in classes:
                 tensor.__class__ = cls
 
     def is_in_layer(self, tensor: Tensor) -> bool:
@@ -265,6 +270,7 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
+        self.own_classes = {}
         self.changed()
         self.called.clear()
         self.num_steps += 1

@@ -165,10 +165,11 @@ class Graphs:
             account = tensor.account if type(tensor) is Value else accounts.get(tensor)
             if account is None or account.graph is None or not account.requires_grad:
                 continue
-            if self.is_used(account):
-                where = account.graph.whole.used_at or f"`{call.label}` ({user_line()})"
-                return Graph(self._step, where)
-            found = account.graph.whole if found is None else found.join(account.graph)
+            graph = account.graph.whole
+            if graph.is_used or account.graph.step != self._step:
+                return Graph(self._step, graph.used_at or f"`{call.label}` ({user_line()})")
+            if found is not graph:
+                found = graph if found is None else found.join(graph)
         return found or self.new_graph()
 
     def is_used(self, account: Account) -> bool:

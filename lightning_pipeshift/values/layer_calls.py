@@ -58,7 +58,8 @@ def call_layer(
     """
     core, module = program.core, layer.module
     stage = core.owners(layer.number, program.turn)
-    hooked, watch = layer.hooked(), core.known.find_kind(layer)
+    watch = core.known.find_kind(layer)
+    hooked = layer.hooked() if watch.has_hooks() else ()
     state: Sequence[Attribute] = layer.state
     if layer.replaced:
         state = *state, *layer.replaced

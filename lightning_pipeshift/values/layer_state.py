@@ -24,6 +24,7 @@ from lightning_pipeshift.compat.module_private import (
     COMPILED_CALL,
     COMPILER_OF,
     FLAT_WEIGHTS,
+    FORWARD_HOOKS,
     MODULE_TABLES,
     buffers_of,
     parameters_of,
@@ -138,6 +139,7 @@ class Watch:
         self._parameters: list[tuple[dict[str, Any], str]] = []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
+        self._hook_tables: list[dict[int, Any]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         for path, module in self._layer.named_modules():
             buffers, parameters = _buffers_of(module), _as_dict(parameters_of(module))
@@ -154,6 +156,11 @@ class Watch:
                     self._marks[attribute] = mark_of(x)
                     if isinstance(x, Value):
                         self.values.add(attribute)
+            for name in FORWARD_HOOKS if path else ():
+                tables.append(module.__dict__)
+                names.append(name)
+                values.append(module.__dict__.get(name))
+                self._hook_tables.append(values[-1])
             self._parameters += ((parameters, name) for name in parameters)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
@@ -187,6 +194,10 @@ class Watch:
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
         return all(look() == before for look, before in self._contents)
+
+    def has_hooks(self) -> bool:
+        """Whether modules inside of the layer have hooks on their forward."""
+        return any(self._hook_tables)
 
     def are_parameters_replaced(self) -> bool:
         """Whether other tensors are in the places of parameters than when it looked last."""

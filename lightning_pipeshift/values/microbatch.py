@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
 
 
+@cache
+def _seed_of(name: str) -> int:
+    return zlib.crc32(name.encode()) << 31
+
+
 class Microbatch(Calls):
     """The step of one microbatch on this rank. Every rank runs the same one.
 
@@ -47,7 +52,7 @@ class Microbatch(Calls):
         self._seed = stream_seed("calls", core.seed, step, turn)
         # By the function's name: on the only stage, what a step has kept are plain tensors in the
         # next one, and functions of them do not count. Others draw the same numbers all the same.
-        self._num_calls: Counter[str] = Counter()
+        self._num_calls: dict[str, int] = {}
         self.is_in_backward = False
         self.has_later_backward = False
         """Whether the schedule runs the backward, some time after the step."""
@@ -132,8 +137,8 @@ class Microbatch(Calls):
 
     def next_stream(self, name: str) -> tuple[int, int]:
         """The random stream of the next call of a name: see :class:`Call`."""
-        self._num_calls[name] += 1
-        return self._seed ^ (zlib.crc32(name.encode()) << 31), self._num_calls[name]
+        number = self._num_calls[name] = self._num_calls.get(name, 0) + 1
+        return self._seed ^ _seed_of(name), number
 
     def plain(self, tree: Any) -> Any:
         """A structure with the tensors of this stage in the place of values."""
@@ -173,14 +178,11 @@ class Microbatch(Calls):
         if self.is_alone:
             self.core.called.setdefault(self.turn, []).append(number)
         self.enters_layer(number)
-        return self._called(number, args, kwargs)
+        hooks = self.core.backward_hooks.pop(number, None)
+        return call_layer(self, self.core.placed_layers[number], args, kwargs, hooks)
 
     def enters_layer(self, number: int) -> None:
         """Called before a layer."""
-
-    def _called(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = self.core.backward_hooks.pop(number, None)
-        return call_layer(self, self.core.placed_layers[number], args, kwargs, hooks)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:

@@ -187,8 +187,9 @@ class Transfers(NotedProgram):
         Returns:
             the plain tensor at that stage, ``None`` at the others.
         """
-        account = self.account_of(tensor)
-        account.refresh()
+        account = tensor.account if type(tensor) is Value else self.account_of(tensor)
+        if account.version != account.memory.num_writes:
+            account.refresh()
         if stage not in account.holders:
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
@@ -296,7 +297,8 @@ class Transfers(NotedProgram):
     def new_value(self, spec: Spec, account: Account) -> Value:
         """The value of an account."""
         value = Value(spec, self.core.device, account)
-        self._note_living(value)
+        if self.is_alone:
+            self._living.append(weakref.ref(value))
         return value
 
     def _note_living(self, value: Tensor) -> None:

@@ -16,6 +16,7 @@ from lightning_pipeshift.compat.torch_private import (
     make_wrapper_subclass,
     mark_as_parameter,
     schema_of,
+    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.devices.properties import TRAINABLE
@@ -323,7 +324,12 @@ def version_in(tensor: Tensor) -> int:
 
 def versions_in(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_in` of each, inside of :data:`without_torch_function_of_subclasses`."""
-    return [0 if type(x) is Value else counted_writes(x) for x in tensors]
+    tensors = list(tensors)
+    try:
+        return list(map(version_of, tensors))
+    except RuntimeError:
+        # Torch does not count writes to tensors of inference mode.
+        return list(map(counted_writes, tensors))
 
 
 def name_of(function: Callable[..., Any]) -> str:
