@@ -7,14 +7,12 @@ and the frames of messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 
-from lightning_pipeshift.compat.torch_private import storage_key
 from lightning_pipeshift.model.measuring.live_bytes import LiveBytes
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 
@@ -34,8 +32,7 @@ class LivingBytes(L.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if self._live is None:
             self._live = _OnDevice(trainer.strategy.pipeline.memory)
-        core = trainer.strategy.pipeline.core
-        self._live.begin(core.mailbox._frames if core is not None else [])
+        self._live.peak_bytes = 0
         self._live.__enter__()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -58,7 +55,6 @@ class _OnDevice(LiveBytes):
             # Other threads make buffers, too, in which tensors come back.
             store._call_back = partial(self._called_back, store._call_back)
 
-        self._are_frames_left_out = False
         post = Mailbox._send_packed
 
         def unseen(*args: Any) -> None:
@@ -66,16 +62,6 @@ class _OnDevice(LiveBytes):
                 post(*args)
 
         Mailbox._send_packed = unseen  # type: ignore[assignment,method-assign]
-
-    def begin(self, frames: Sequence[torch.Tensor]) -> None:
-        if not self._are_frames_left_out:
-            # They were made in the first step.
-            for frame in frames:
-                if self._known.pop(storage_key(frame.untyped_storage()), None) is not None:
-                    self.num_bytes -= frame.nbytes
-            self.leave_out(frames)
-            self._are_frames_left_out = bool(frames)
-        self.peak_bytes = 0
 
     def note(self, values: Any) -> None:
         super().note(values)

@@ -214,11 +214,12 @@ def _devices_of_run(
     pipeline = strategy.pipeline
     yield pipeline.channels, "device", GPU
     # Memory that ranks share is the device's.
-    ends = [link.end for link in pipeline.channels._links.values()]
+    ends: list[Any] = []
     if isinstance(pipeline, Pipeline):
         assert pipeline.core is not None
         mailbox = pipeline.core.mailbox
         ends += mailbox._buffers._ends.values()
+        yield mailbox._inbox, "_device", GPU
         for owner in (pipeline.core, mailbox, mailbox._buffers, mailbox._sends):
             yield owner, "device", GPU
         # Torch has no generator of the device.

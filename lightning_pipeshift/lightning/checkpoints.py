@@ -314,7 +314,7 @@ class Checkpoints:
         there = [path.exists()]
         if self._connection.is_open:
             world = self._connection.replicas.world
-            there = list(map(bool, world.gather_int(int(path.exists()))))
+            there = world.gather(path.exists())
         if all(there):
             return
         blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)

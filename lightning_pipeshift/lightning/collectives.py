@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.lightning.connection import Connection
-from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ def broadcast(connection: Connection, value: T, source: int) -> T:
     world = connection.replicas.world
     mine = value if connection.replicas.rank == source else None
     # Not a message: in the middle of a step, the receive of another message may be posted already.
-    found: T = gathered(mine, world.control, world.watched)[source]
+    found: T = world.gather(mine)[source]
     return found
 
 

@@ -177,7 +177,7 @@ class Connection:
         vm, stage = topology.place_of(rank)
         hosts = [lanes.between_stages(ranks) for ranks in topology.ranks]
         turns = Turns()
-        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups, turns)
+        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], turns)
         machine.share_memory(payload_address(device))
         everyone, of_all = range(place.world_size), hosts[vm]
         if self.rings is not None:
@@ -189,7 +189,7 @@ class Connection:
                 lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched, turns
             )
         # In the order of the ranks: that of the stages may change.
-        world = Channels(everyone, rank, device, watched, of_all, groups, turns)
+        world = Channels(everyone, rank, device, watched, of_all, turns)
         world.shares_memory_with = machine.shares_memory_with
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)

@@ -85,12 +85,8 @@ class SharedComparison:
                 mine[name] = _digest_of(self._deferred.values(parameter))
             elif not parameter.is_meta:
                 mine[name] = _digest_of(parameter)
-        gathered = self._channels.gather_objects(mine)
-        merged: dict[str, str] | None = None
-        if gathered is not None:
-            merged = {name: digest for digests in gathered for name, digest in digests.items()}
-        shared: dict[str, str] = self._channels.share_object(merged, source=0)
-        return shared
+        of_all: list[dict[str, str]] = self._channels.gather(mine)
+        return {name: digest for digests in of_all for name, digest in digests.items()}
 
 
 def _kind_of(parameter: Tensor) -> Any:

@@ -52,7 +52,7 @@ def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
     Raises:
         BatchError: the stages see different batches.
     """
-    sums = channels.gather_int(checksum(batch))
+    sums = channels.gather(checksum(batch))
     if len(set(sums)) > 1:
         odd = [stage for stage, value in enumerate(sums) if value != sums[0]]
         raise different_batches(batch_idx, odd)
@@ -81,9 +81,8 @@ def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels
         BatchError: the stages have different numbers of dataloaders, or of batches.
     """
     counts = [len(lengths), *(-1 if math.isinf(length) else int(length) for length in lengths)]
-    # First the number of dataloaders, which determines how many comparisons follow.
-    for number, count in enumerate(counts):
-        found = channels.gather_int(count)
+    # First the number of dataloaders: the others count only if it is the same.
+    for number, found in enumerate(zip(*channels.gather(counts), strict=False)):
         if len(set(found)) > 1:
             things = "batches" if number else "dataloaders"
             each = ", ".join(f"stage {stage} has {value}" for stage, value in enumerate(found))

@@ -11,9 +11,8 @@ from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm.channels import Channels
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import (
@@ -23,7 +22,7 @@ from lightning_pipeshift.runtime.gradients.aggregation import (
     GradientGroup,
 )
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
-from lightning_pipeshift.runtime.gradients.replica_sync import gradient_groups, pairs_that_share
+from lightning_pipeshift.runtime.gradients.replica_sync import gradient_groups
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.planning.make_plan import Settings
 
@@ -59,12 +58,6 @@ class GradientSums:
         self._are_together = are_together
         self._say = say
 
-    def connect_sharers(self, uses: list[ParameterUse], placement: Placement) -> None:
-        """Asks for the groups of ranks that share a parameter, where sums need such."""
-        if self._channels.backend != "gloo":
-            pairs = pairs_that_share(uses, placement, self._replicas.topology)
-            self._groups.want(Purpose.SHARED, pairs)
-
     def aggregation(self, uses: list[ParameterUse], plan: Plan, is_new: bool = True) -> Aggregation:
         """The sums of a training under a plan. Every rank calls this.
 
@@ -78,11 +71,11 @@ class GradientSums:
         groups = gradient_groups(uses, placement, self._replicas.topology)
         mine = [group for group in groups if self._replicas.rank in group.members]
         owners = list(dict.fromkeys(tuple(group.members) for group in groups))
-        kind, why = self._settings.aggregation(self._channels.backend, len(owners), placement)
+        kind, why = self._settings.aggregation(self._groups.backend, len(owners), placement)
         if is_new:
             self._say(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self._channels.device, self._channels.watched
-        is_gloo = self._channels.backend == "gloo"
+        is_gloo = self._groups.backend == "gloo"
         agree = self._replicas.world.post_sum if self._are_together and not is_gloo else None
         num_lanes = _give_lanes(groups, plan)
         if is_gloo:
@@ -93,7 +86,7 @@ class GradientSums:
                 return Aggregation(
                     mine, self._rings.start, agree, len(uses), device, in_order=False
                 )
-        self._groups.want(Purpose.SUMS, owners, min(num_lanes, MOST_LANES_OF_COLLECTIVES))
+        self._groups.want(owners, min(num_lanes, MOST_LANES_OF_COLLECTIVES))
         sums: Any = AllReduce(self._groups, watched)
         if kind == "ring":
             sums = DeviceRings(self._groups, self._replicas.rank, watched)

@@ -204,7 +204,6 @@ class Pipeline:
         holdings = self.planned.hold(plan, seen, optimizers)
         if optimizers:
             self.planned.follow_with_memory(self.changes)
-            self._gradient_sums.connect_sharers(seen.uses, plan.placement)
         if optimizers and self.replicas.count > 1:
             self._aggregation = self._gradient_sums.aggregation(seen.uses, plan)
         if any(plan.recompute) and not self.is_automatic:

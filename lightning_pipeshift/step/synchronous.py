@@ -296,7 +296,6 @@ class SynchronousPipeline(Pipeline):
         self._reorder(plan)
         self.planned.known_plan = plan
         self.planned.follow_with_memory(self.changes)
-        self._gradient_sums.connect_sharers(self.held.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
             self._aggregation = self._gradient_sums.aggregation(self.held.uses, plan, is_new=False)

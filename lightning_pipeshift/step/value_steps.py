@@ -110,7 +110,7 @@ class ValueSteps:
         if known is not None:
             core.learn_from(known)
         core.calls, core.gates = watch, layers
-        core.compares_floats = len(set(channels.gather_int(_arithmetic()))) == 1
+        core.compares_floats = len(set(channels.gather(_arithmetic()))) == 1
         if not getattr(root, "automatic_optimization", True):
             # Optimizers step in the middle of a step: one stage has the state of each parameter.
             for use in holdings.uses:
@@ -122,6 +122,7 @@ class ValueSteps:
         self._placed.enter_context(core.placed())
         holdings.is_common = lambda buffer: buffer not in core.parameter_owners
         holdings.gradients.sums_shared = not updates_apart
+        holdings.gradients.mailbox = core.mailbox
         self.gathering = Gathering(root, core, channels, self.share, self.meets)
         notes.core, notes.waits_for = core, lambda: self.engine.waits_for
         self._between: Microbatch | None = None
@@ -129,17 +130,7 @@ class ValueSteps:
         self.begin_between()
 
     def _mailbox(self) -> Mailbox:
-        channels = self._channels
-        members = [sorted(channels.ranks).index(rank) for rank in channels.ranks]
-        mailbox = Mailbox(
-            channels.control,
-            members,
-            channels.ranks,
-            channels.stage,
-            channels.watched,
-            channels.device,
-            channels.shares_memory_with,
-        )
+        mailbox = self._channels.mailbox()
         mailbox.waiting = self._notes.waiting
         self._memory.bound_sends(mailbox)
         self._notes.record_messages(mailbox)
@@ -207,11 +198,12 @@ class ValueSteps:
         self._between.release()
         self.meets()
         # Until all have come here, one may still ask this stage for a value.
-        self._channels.gather_int(0)
+        self._channels.gather(None)
         self.core.mailbox.close()
         reorder()
         numbers = [self._channels.ranks.index(rank) for rank in before]
         self.core.renumber(numbers, self._mailbox())
+        self._holdings.gradients.mailbox = self.core.mailbox
 
     def learn(self) -> None:
         """Begins to learn what steps use behind their reads, which depends on who owns what."""

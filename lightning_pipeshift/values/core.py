@@ -106,9 +106,10 @@ class Core:
         """By the number of a layer that is being called."""
         self.sees_parameters = False
         """Whether parameters have another class now."""
-        self.own_classes: dict[Tensor, type] = {}
-        """The classes that parameters and buffers have elsewhere; found once in a run."""
-        self._classes: list[tuple[Tensor, type, type]] = []
+        # The parameters and buffers, and the classes that they have in steps: found once in a run.
+        self._placed: list[tuple[Tensor, type]] = []
+        # The classes that they have elsewhere.
+        self._classes: list[tuple[Tensor, type]] = []
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -233,15 +234,14 @@ class Core:
             yield
             return
         self._place_layers()
-        if not self.own_classes:
+        if not self._placed:
             placed = {*self.own_parameters(), *self.parameter_owners}
-            self.own_classes = {tensor: type(tensor) for tensor in placed}
-            self._classes = [
-                (x, cls, StepParameter if isinstance(x, nn.Parameter) else StepBuffer)
-                for x, cls in self.own_classes.items()
+            self._placed = [
+                (x, StepParameter if isinstance(x, nn.Parameter) else StepBuffer) for x in placed
             ]
-        classes = self._classes
-        for tensor, _, cls in classes:
+        # A move has changed some, perhaps.
+        self._classes = classes = [(tensor, type(tensor)) for tensor, _ in self._placed]
+        for tensor, cls in self._placed:
             tensor.__class__ = cls
         self.sees_parameters = True
         try:
@@ -249,8 +249,13 @@ class Core:
                 yield
         finally:
             self.sees_parameters = False
-            for tensor, cls, _ in classes:
+            for tensor, cls in classes:
                 tensor.__class__ = cls
+
+    @property
+    def own_classes(self) -> dict[Tensor, type]:
+        """The classes that parameters and buffers have outside of steps."""
+        return dict(self._classes)
 
     def is_in_layer(self, tensor: Tensor) -> bool:
         """Whether a plain tensor of this stage shares its memory with a parameter or a buffer of a
@@ -270,7 +275,7 @@ class Core:
                 behind a run may still run elsewhere.
         """
         self._memories = None
-        self.own_classes = {}
+        self._placed = []
         self.changed()
         self.called.clear()
         self.num_steps += 1

@@ -283,9 +283,9 @@ class _Run(NamedTuple):
 @contextmanager
 def _compiling(core: Core, layer: PlacedLayer) -> Iterator[None]:
     """Context of code of a layer that may be compiled: its tensors have their own classes."""
-    classes = [(tensor, type(tensor)) for tensor in layer.tensors]
+    classes, own_classes = [(tensor, type(tensor)) for tensor in layer.tensors], core.own_classes
     for tensor in layer.tensors:
-        tensor.__class__ = core.own_classes.get(tensor, type(tensor))
+        tensor.__class__ = own_classes.get(tensor, type(tensor))
     try:
         with core.unwatched(), with_compiling():
             yield

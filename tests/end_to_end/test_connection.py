@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.lightning import launcher as launching
 from lightning_pipeshift.runtime.comm import meeting
-from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject
+from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.meeting import Waiting, agreed_name, store_of_this_start
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
@@ -195,19 +195,19 @@ def test_how_long_the_launcher_waits_for_the_others(monkeypatch: pytest.MonkeyPa
 
 
 def train_and_drop() -> None:
-    post_object, make_whole = Lane.post_object, Holdings.make_whole
+    receive_object, make_whole = Lane.receive_object, Holdings.make_whole
     late = 0.0
 
-    def post_late(self: Lane, source: int) -> PostedObject:
+    def receive_late(self: Lane, source: int) -> Any:
         time.sleep(late)
-        return post_object(self, source)
+        return receive_object(self, source)
 
     def end_late(self: Holdings) -> None:
         nonlocal late
         late = float(dist.get_rank())
         make_whole(self)
 
-    Lane.post_object, Holdings.make_whole = post_late, end_late  # type: ignore[method-assign]
+    Lane.receive_object, Holdings.make_whole = receive_late, end_late  # type: ignore[method-assign]
     fit(build("FewLayers"), points(3), Pipelined("uniform"))
     # Nothing refers to the strategy any more, nor to what it sent.
     gc.collect()

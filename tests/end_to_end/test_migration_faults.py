@@ -32,7 +32,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.runtime.comm import channels, lane
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.waits import complete
 from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
@@ -74,7 +73,6 @@ _CALLS: list[tuple[Any, str, str]] = [
 
 # Of no message.
 _NEVER_SENT = 1 << 30
-_OTHER_TAGS = {lane._FIRST_TAG + 2 * channels._SHARED}
 
 
 def is_of_final_weights(message: Any) -> bool:
@@ -107,9 +105,8 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 if waits and self._work:
                     all_early.wait(LIMIT_SECONDS)
                 is_early = False
-            # The channels are lanes, too, and shared gradients have one, but not those of moves.
-            is_other = owner is Lane and (type(self) is not Lane or self._object_tag in _OTHER_TAGS)
-            if not is_moving or is_other:
+            # The channels are a lane, too, but not that of moves.
+            if not is_moving or (owner is Lane and type(self) is not Lane):
                 return inner(self, *args, **kwargs)
             is_marked = not is_settled if name == "message" else is_early and name != "begin"
             full_name = f"early {name}" if is_marked else name

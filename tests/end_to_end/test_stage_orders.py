@@ -13,15 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PlanError
 from lightning_pipeshift.lightning import grouping
-from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.planning import probe
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.text import seconds_text
-from tests.end_to_end import test_changing_plans as changing
 from tests.end_to_end.test_changing_plans import SLOW, Sleeps, go_by_sleep, hearing
 from tests.features_models import AwaitsPlanning, built, differences, parameters_of, quiet_trainer
 from tests.models import NUM_FEATURES, ZOO, points
-from tests.unit.runtime.stages import Kernels, let_gloo_stand_in
 
 FIRST_IS_SLOW, LAST_IS_SLOW = 0, 1
 
@@ -201,20 +198,6 @@ def test_virtual_machines_have_devices_of_each_speed() -> None:
 # --- a plan with other ranks ---
 
 CUTS = {1: [[2, 3, 2]], 3: [[3, 1, 3]], 6: [[3, 2, 2]]}
-
-
-def adopt_orders(changes_places: bool) -> dict[str, Any]:
-    """As on devices of their own: payloads travel in a group for each pair of neighbours."""
-    let_gloo_stand_in()
-    vars(process_groups)["_abort_of"] = Kernels().abort_of
-    given = (CUTS if changes_places else {}, "adam", [3, 2, 2], "none", [[0, 1, 2]], 1, None)
-    return changing.train(*given, reorders=changes_places)
-
-
-def test_places_change_where_each_pair_of_neighbours_has_a_group() -> None:
-    places, stays = run_ranks(adopt_orders, 3, True), run_ranks(adopt_orders, 3, False)
-    assert len(set(places[0]["orders"])) > 2
-    require_equal(places, stays)
 
 
 class Remembers(L.LightningModule):

@@ -43,7 +43,6 @@ PARTS = {
     "plan/partition/given_partition.py": "of errors",
     "plan/inputs/topology.py": "of errors and logs: a rank's name",
     "plan/inputs/traffic.py": "of a table of lanes",
-    "runtime/comm/process_groups.py": "of errors: what a group is for",
     "runtime/offload/stage_memory.py": "of errors: a stage's name",
     "runtime/planning/make_plan.py": "of errors",
     "step/checksum.py": "of errors",

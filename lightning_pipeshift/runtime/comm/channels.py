@@ -1,16 +1,13 @@
 """The connections between the stages of one virtual machine.
 
-Values and their gradients go through a stage's :mod:`.mailbox`, everything else through a lane. On
-gloo, one group carries everything and tags keep messages apart; between GPUs of one host, tensors
-go through memory that both ranks can reach, where that is possible (see :mod:`.memory_link`). NCCL
-has no tags and matches by order, and an operation that waits would block those after it: gradients
-of shared parameters, and measurements, have groups of their own.
+Values and gradients go through a stage's :mod:`.mailbox`, everything else through a lane. One group
+of gloo carries everything, and tags keep messages apart; between GPUs of one host, the mailbox uses
+memory that both ranks can reach, where that is possible (see :mod:`.memory_link`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +18,15 @@ from torch import Tensor
 from lightning_pipeshift.devices.shared_memory import Address
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
-from lightning_pipeshift.runtime.comm.lane import Lane, Paced, as_bytes, finish
-from lightning_pipeshift.runtime.comm.memory_link import (
-    MemoryEnd,
-    MemoryLink,
-    ranks_with_shared_memory,
-)
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.lane import Lane, Paced, finish, gathered
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.memory_link import ranks_with_shared_memory
 from lightning_pipeshift.runtime.comm.sockets import Opened, ends_soon, keep_for_ever, shut_down
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
-from lightning_pipeshift.runtime.comm.waits import Watched, complete
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 # The numbers of lanes.
 _MEASUREMENTS = 8
-_SHARED = 9
-# Two for each purpose, behind those of all other lanes: a record's are 10 and 11.
-_FIRST_OF_LINKS = 16
 # The urgency of swapped tensors that come back, before all gradients, and of those that are swapped
 # out, behind them.
 _BACK = -1
@@ -77,9 +67,6 @@ class Channels(Lane):
         device: where tensors live.
         watched: the context to communicate in.
         groups: those of ``ranks``.
-        devices: carry tensors from device to device. By default, and with gloo, tensors on a GPU
-            go through host memory, or through memory that two ranks share: see
-            :meth:`share_memory`.
         turns: of this rank's large messages.
     """
 
@@ -90,12 +77,10 @@ class Channels(Lane):
         device: torch.device,
         watched: Watched,
         groups: StageGroups,
-        devices: ProcessGroups | None = None,
         turns: Turns | None = None,
     ) -> None:
         super().__init__(ranks, stage, groups.pipeline.control, watched)
         self.device = device
-        self._devices = devices if devices is not None and devices.backend != "gloo" else None
         self._transfers = [
             group if group is not None else Group(None, frozenset())
             for group in (groups.swaps, groups.bulk)
@@ -103,13 +88,10 @@ class Channels(Lane):
         self.turns = turns or Turns()
         self.measurements = Lane(ranks, stage, self.control, watched, _MEASUREMENTS)
         """Apart from what is sent in steps."""
-        self.shared = Lane(ranks, stage, self.control, watched, _SHARED)
-        """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
         self._pipeline_sockets = groups.pipeline.sockets
         self._sockets = self._pipeline_sockets.union(*(one.sockets for one in self._transfers))
         self.shares_memory_with: frozenset[int] = frozenset()
         """The ranks to which tensors go through memory that both can reach."""
-        self._links: dict[tuple[Purpose, int], MemoryLink] = {}
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have started and may not be complete yet.
@@ -124,14 +106,8 @@ class Channels(Lane):
         """
         rank = self.ranks[self.stage]
         (ranks,) = (ranks for ranks in machines if rank in ranks)
-        lanes = [lane for link in self._links.values() for lane in (link.messages, link.answers)]
-        for lane in (self, self.measurements, self.shared, *lanes):
+        for lane in (self, self.measurements):
             lane.number_stages(ranks, ranks.index(rank))
-
-    @property
-    def backend(self) -> str:
-        """The backend that carries payloads: ``"gloo"`` or ``"nccl"``."""
-        return "gloo" if self._devices is None else self._devices.backend
 
     def share_memory(self, address: Address | None) -> None:
         """Finds out with which stages this one can share its device's memory; from then on, tensors
@@ -140,28 +116,24 @@ class Channels(Lane):
         Args:
             address: that of this process; ``None`` to share no memory.
         """
-        if self._devices is None:
-            self.shares_memory_with = ranks_with_shared_memory(self, address, self.device)
+        self.shares_memory_with = ranks_with_shared_memory(self, address, self.device)
 
-    def is_direct(self, stage: int) -> bool:
-        """Whether tensors of a device go to another stage without passing through host memory."""
-        return self._devices is not None or self.ranks[stage] in self.shares_memory_with
+    def mailbox(self, others: Collection[int] | None = None) -> Mailbox:
+        """Makes a mailbox for this stage; there is one at a time, and every stage makes it.
 
-    def _link(self, stage: int, purpose: Purpose) -> MemoryLink | None:
-        """Returns the link to a stage; ``None`` if no memory is shared with it."""
-        rank = self.ranks[stage]
-        if rank not in self.shares_memory_with:
-            return None
-        link = self._links.get((purpose, rank))
-        if link is None:
-            first = _FIRST_OF_LINKS + 2 * list(Purpose).index(purpose)
-            messages, answers = (
-                Lane(self.ranks, self.stage, self.control, self.watched, number)
-                for number in (first, first + 1)
-            )
-            link = MemoryLink(MemoryEnd(self.device), messages, answers, rank)
-            self._links[purpose, rank] = link
-        return link
+        Args:
+            others: the stages that it is connected with; by default, all.
+        """
+        return Mailbox(
+            self.control,
+            self._members,
+            self.ranks,
+            self.stage,
+            self.watched,
+            self.device,
+            self.shares_memory_with,
+            others,
+        )
 
     def bulk(self, number: int = 0) -> Lane:
         """A lane for large transfers that are not urgent: tensors wait while any other large
@@ -198,9 +170,8 @@ class Channels(Lane):
 
     @property
     def payload_sockets(self) -> Opened:
-        """The connections that payloads travel on, if gloo carries them all."""
-        is_gloo = self._devices is None and not self.shares_memory_with
-        return self._pipeline_sockets if is_gloo else frozenset()
+        """The connections that values travel on, if gloo carries them all."""
+        return frozenset() if self.shares_memory_with else self._pipeline_sockets
 
     def interrupt_transfers(self) -> None:
         """Ends the connections of :meth:`bulk` and :meth:`swaps`, here and for the peers."""
@@ -212,83 +183,9 @@ class Channels(Lane):
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
-        self._links.clear()
-        for lane in (self.measurements, self.shared, self):
+        for lane in (self.measurements, self):
             lane.release()
         self._transfers = []
-
-    # --- single tensors ---
-
-    def send_on_device(self, tensor: Tensor, to: int, purpose: Purpose = Purpose.SHARED) -> None:
-        """Sends one tensor to any stage, in the group that the two stages have for a purpose; from
-        device to device if payloads are sent so. Kernels queued after this call may change the
-        tensor.
-        """
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        link = self._link(to, purpose)
-        if link is not None:
-            # The other stage has received the one before, or will before anything else.
-            link.settle()
-            link.send([flat])
-        elif self._devices is None:
-            self.send_tensor(tensor, to)
-        elif flat.numel():
-            line = self._devices.line(purpose, self.ranks[self.stage], self.ranks[to])
-            work = self._post_send(flat, to, line, 0)
-            with self.watched(self.ranks[to]):
-                complete(work)
-
-    def post_on_device(self, tensor: Tensor, to: int) -> None:
-        """As :meth:`send_on_device`, without waiting for the other stage; from the memory of a CPU
-        it waits, rather than take memory for a copy.
-        """
-        if self.is_direct(to) or tensor.device.type == "cpu":
-            self.send_on_device(tensor, to)
-            return
-        self._object_sends.append(self._post_tensor(tensor, to))
-
-    def receive_on_device(
-        self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
-    ) -> Tensor:
-        """Returns the tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape
-        and type of ``like``, on this stage's device.
-        """
-        link = self._link(source, purpose)
-        if link is None and self._devices is None:
-            return self.receive_tensor(like, source).to(self.device)
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        if link is not None:
-            link.receive([tensor.view(-1)])
-        elif tensor.numel():
-            assert self._devices is not None
-            rank, peer = self.ranks[self.stage], self.ranks[source]
-            group, member = self._devices.line(purpose, rank, peer)
-            with self.watched(peer):
-                complete(group.recv([as_bytes(tensor.view(-1))], member, 0))
-        return tensor
-
-    @contextmanager
-    def links(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Context in which pairs of stages have groups to measure their links. Every rank of the
-        job calls this.
-        """
-        ranks = [tuple(self.ranks[stage] for stage in pair) for pair in pairs]
-        if self._devices is not None:
-            self._devices.want(Purpose.LINKS, ranks)
-        yield
-        for key in [key for key in self._links if key[0] is Purpose.LINKS]:
-            link = self._links.pop(key)
-            link.settle()
-            link.answers.settle()
-            link.end.close()
-        if self._devices is not None:
-            self._devices.want(Purpose.LINKS, [])
-
-    def settle(self, all_but: int = 0) -> None:
-        """See :class:`Lane`."""
-        super().settle(all_but)
-        for link in self._links.values():
-            link.answers.settle()
 
     # --- all stages together ---
 
@@ -307,14 +204,16 @@ class Channels(Lane):
                 self.send_object(obj, to)
         return obj
 
-    def gather_objects(self, obj: Any) -> list[Any] | None:
-        """Every stage calls this; stage 0 gets the objects of all stages, in stage order, all
-        others ``None``.
+    def gather(self, obj: Any) -> list[Any]:
+        """Every stage calls this, and gets what each of them passed, in stage order.
+
+        Args:
+            obj: picklable.
         """
-        if self.stage:
-            self.send_object(obj, 0)
-            return None
-        return [obj, *(self.receive_object(stage) for stage in range(1, self.num_stages))]
+        if self.num_stages == 1:
+            return [obj]
+        found = gathered(obj, self.control, self.watched, self._note_posted)
+        return [found[member] for member in self._members]
 
     def sum(self, vector: Tensor) -> Tensor:
         """The sum of a CPU vector over the stages, with the same bits on each."""
@@ -326,18 +225,9 @@ class Channels(Lane):
         if self.num_stages > 1:
             with self.watched(None):
                 work = dist.all_reduce(vector, group=self.control, async_op=True)
-            self._under_way = [one for one in self._under_way if not one.is_completed()]
-            self._under_way.append(work)
+            self._note_posted(work)
         return PostedSum(vector, work, self.watched)
 
-    def gather_int(self, value: int) -> list[int]:
-        """Every stage's value, in stage order."""
-        if self.num_stages == 1:
-            return [value]
-        parts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        own = torch.tensor([value], dtype=torch.int64)
-        with self.watched(None):
-            work = dist.all_gather(parts, own, group=self.control, async_op=True)
+    def _note_posted(self, work: Any) -> None:
+        self._under_way = [one for one in self._under_way if not one.is_completed()]
         self._under_way.append(work)
-        finish(work, self.watched)
-        return [int(parts[member]) for member in self._members]

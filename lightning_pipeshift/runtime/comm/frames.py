@@ -17,7 +17,10 @@ from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.model.tensors.transfer import Fetch
 from lightning_pipeshift.runtime.comm.messages import MOST_DIMS, Key, Kind, Place, packed
 
-_HEAD = struct.Struct(f"<2q4b3qQq64s96s{MOST_DIMS}q")
+# What follows is at a multiple of 64 bytes, as new tensors are.
+_HEAD = struct.Struct(f"<2q4b3qQq64s96s{MOST_DIMS}q4x")
+# Of the same: the kind, the form, and the number of bytes.
+_KIND_AND_FORM = struct.Struct("<16x2b34xq")
 _LABEL_BYTES, _LINE_BYTES = 64, 96
 # The strides of a tensor that is contiguous, or whose layout does not travel.
 _CONTIGUOUS = -1
@@ -124,6 +127,14 @@ def frame_of(key: Key, place: Place, content: Packed) -> Tensor:
     return frame
 
 
+def look_at(frame: Tensor) -> tuple[Kind, Form, int]:
+    """Returns of a frame what decides what to do with it: its kind, its form, and how many bytes
+    follow by gloo.
+    """
+    kind, form, num_bytes = _KIND_AND_FORM.unpack_from(frame.numpy().data)
+    return _KINDS[kind], _FORMS[form], num_bytes
+
+
 def read_head(frame: Tensor, source: int) -> Head:
     """Returns the decoded header of a frame.
 
@@ -142,8 +153,9 @@ def read_head(frame: Tensor, source: int) -> Head:
 
 
 def content_in(frame: Tensor, num_bytes: int) -> Tensor:
-    """Returns a copy of the content that is in a frame."""
-    return frame[_HEAD.size : _HEAD.size + num_bytes].clone()
+    """Returns the content that is in a frame; a small one without the frame's memory."""
+    content = frame[_HEAD.size : _HEAD.size + num_bytes]
+    return content.clone() if 2 * num_bytes < frame.numel() else content
 
 
 def label_in_frame(label: str) -> str:

@@ -24,10 +24,6 @@ from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.turns import Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
-# A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
-# around them, which take longer than the sending.
-Line = tuple[Any, int]
-
 # How often a rank that waits for a collective checks whether the run has failed.
 _LOOKS_EVERY = timedelta(seconds=0.5)
 
@@ -57,7 +53,9 @@ def finish(work: Any, watched: Watched) -> None:
                     return
 
 
-def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
+def gathered(
+    obj: Any, group: Any, watched: Watched, posted: Callable[[Any], object] = lambda _: None
+) -> list[Any]:
     """Returns the object that each member of a group passed, in the order of the members. Every
     member calls this.
 
@@ -65,19 +63,21 @@ def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
         obj: picklable.
         group: a gloo group.
         watched: the context to communicate in.
+        posted: is told of each operation that has begun.
     """
+
+    def from_all(mine: Tensor) -> list[Tensor]:
+        parts = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+        with watched(None):
+            work = dist.all_gather(parts, mine, group=group, async_op=True)
+        posted(work)
+        finish(work, watched)
+        return parts
+
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    length = torch.tensor([data.numel()])
-    with watched(None):
-        work = dist.all_gather(sizes, length, group=group, async_op=True)
-    finish(work, watched)
+    sizes = from_all(torch.tensor([data.numel()]))
     longest = max(int(size) for size in sizes)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    padded = torch.cat([data, data.new_zeros(longest - data.numel())])
-    with watched(None):
-        work = dist.all_gather(parts, padded, group=group, async_op=True)
-    finish(work, watched)
+    parts = from_all(torch.cat([data, data.new_zeros(longest - data.numel())]))
     return [
         pickle.loads(part[: int(size)].numpy().tobytes())
         for part, size in zip(parts, sizes, strict=True)
@@ -108,15 +108,6 @@ class Sent:
             for work, _ in self.works:
                 complete(work)
         self.works.clear()
-
-
-@dataclass
-class PostedObject:
-    """The posted receive of an object's first message."""
-
-    first: Tensor
-    work: Any
-    source: int
 
 
 class _Head(NamedTuple):
@@ -207,14 +198,11 @@ class Lane:
         """How many stages the virtual machine has."""
         return len(self.ranks)
 
-    def _line_to(self, stage: int) -> Line:
-        return self.control, self._members[stage]
-
-    def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
-        group, peer = line
-        # Posting fails if the peer has already ended.
+    def _post_send(self, data: Tensor, to: int, tag: int) -> Any:
+        # Posting fails if the peer has already ended. The group's own method: torch's function
+        # around it takes longer than the sending.
         with self.watched(self.ranks[to]):
-            return group.send([as_bytes(flat)], peer, tag)
+            return self.control.send([data], self._members[to], tag)
 
     def send_object(self, obj: Any, to: int) -> None:
         """Sends a picklable object to stage ``to``, without waiting."""
@@ -228,26 +216,14 @@ class Lane:
         sent = Sent(self.watched, self.ranks[to])
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                work = self._post_send(part, to, self._line_to(to), self._object_tag)
+                work = self._post_send(part, to, self._object_tag)
                 sent.works.append((work, part))
         self._object_sends.append(sent)
 
-    def post_object(self, source: int) -> PostedObject:
-        """Posts the receive of the next object from stage ``source``, so that it travels while this
-        stage computes.
-        """
+    def receive_object(self, source: int) -> Any:
+        """Waits for an object from stage ``source``."""
         first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        with self.watched(self.ranks[source]):
-            work = self.control.recv([first], self._members[source], self._object_tag)
-            return PostedObject(first, work, source)
-
-    def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
-        """Waits for an object from stage ``source``, whose receive may be posted already."""
-        if posted is None:
-            posted = self.post_object(source)
-        with self.watched(self.ranks[source]):
-            complete(posted.work)
-        first = posted.first
+        self._receive(first, source, self._object_tag)
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
         data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
         if size > _INLINE_BYTES:
@@ -263,10 +239,9 @@ class Lane:
         if self._paced is None:
             self._post_tensor(tensor, to).wait()
             return
-        group, peer = self._line_to(to)
         send_blocks(
             _in_host(tensor),
-            lambda block: group.send([block], peer, self._tensor_tag),
+            lambda block: self.control.send([block], self._members[to], self._tensor_tag),
             self._paced.turns,
             self.ranks[to],
             self._paced.urgency,
@@ -277,7 +252,7 @@ class Lane:
         sent = Sent(self.watched, self.ranks[to])
         flat = _in_host(tensor)
         if flat.numel():
-            work = self._post_send(flat, to, self._line_to(to), self._tensor_tag)
+            work = self._post_send(flat, to, self._tensor_tag)
             sent.works.append((work, flat))
         return sent
 
@@ -377,8 +352,3 @@ def _heads(values: Mapping[Any, Any]) -> dict[Any, Any]:
         else value
         for name, value in values.items()
     }
-
-
-def as_bytes(flat: Tensor) -> Tensor:
-    """A vector's bytes. NCCL does not know every type; gloo copies memory whatever its type."""
-    return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)

@@ -14,34 +14,31 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.devices.host_memory import pinned_like
-from lightning_pipeshift.devices.streams import is_asynchronous, on_this_device
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.deadlock import NO_CIRCLE, Wait, Waits
 from lightning_pipeshift.runtime.comm.frames import (
-    Form,
     Packed,
-    content_in,
     frame_of,
     label_in_frame,
-    new_frame,
     packed_for_host,
-    read_head,
 )
+from lightning_pipeshift.runtime.comm.inbox import Inbox
 from lightning_pipeshift.runtime.comm.messages import ADVICE, Key, Kind, Message, Place, unpickled
 from lightning_pipeshift.runtime.comm.offers import Answer, Offers
-from lightning_pipeshift.runtime.comm.sends import FRAME_TAG, PAYLOAD_TAG, Sends
+from lightning_pipeshift.runtime.comm.sends import Sends
 from lightning_pipeshift.runtime.comm.shared_buffers import SharedBuffers
-from lightning_pipeshift.runtime.comm.waits import Watched, complete
+from lightning_pipeshift.runtime.comm.waits import Watched
 
+# The run of what belongs to none: after all others.
+_NO_RUN = 1 << 62
 _HOST, _NOWHERE = torch.device("cpu"), Place("", 0, "")
 # How long a stage waits before it tells the others, and before it tells them again.
 _TELLS_EVERY_SECONDS = 1.0
@@ -58,6 +55,7 @@ class Mailbox:
         watched: the context to communicate in.
         device: where this stage computes.
         shares_memory_with: the ranks that can reach the memory of this stage's device.
+        others: the stages that it is connected with; ``None``: all.
     """
 
     room_bytes = 1 << 17
@@ -72,11 +70,11 @@ class Mailbox:
         watched: Watched,
         device: torch.device = _HOST,
         shares_memory_with: Collection[int] = (),
+        others: Collection[int] | None = None,
     ) -> None:
         self.stage, self.num_stages, self.device = stage, len(ranks), device
         self._shares_memory = [rank in shares_memory_with for rank in ranks]
-        self._group, self._members, self._ranks = group, members, ranks
-        self._watched = watched
+        self._ranks, self._watched = ranks, watched
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Makes the context of a wait, for a profiler."""
         self.on_send: Callable[[int, Key, int], object] | None = None
@@ -86,28 +84,31 @@ class Mailbox:
         self.most_large: int | None = None
         """How many large values, and how many gradients, may be on their way: one more waits.
         ``None``: any number."""
-        self._sends = Sends(group, members, ranks, watched, device, self._fail)
         self._buffers = SharedBuffers(device)
         self._offers = Offers(stage, self.num_stages)
-        self._arrived = threading.Condition()
-        self._messages: dict[Key, Message] = {}
-        # The number of the latest message, by source, step, turn and whether it is a gradient.
-        self._latest: dict[tuple[int, ...], int] = {}
-        self._error: BaseException | None = None
+        connected = range(self.num_stages) if others is None else others
+        self._others = [other for other in connected if other != stage]
+        self._inbox = Inbox(
+            group,
+            members,
+            ranks,
+            self._others,
+            self.room_bytes,
+            watched,
+            device,
+            self._heed,
+            self._taken,
+        )
+        self._sends = Sends(group, members, ranks, watched, device, self._inbox.fail)
+        # By sender and receiver.
+        self._num_apart: Counter[tuple[int, int]] = Counter()
         self._ended: set[int] = set()
         # The phase of each stage, as far as it has told it.
         self._phases = [0] * self.num_stages
-        self._received = [0] * self.num_stages
         self._num_waits = 0
         self._waits = Waits(self.num_stages)
-        self._frames = [new_frame(self.room_bytes) for _ in range(self.num_stages)]
-        self._threads = [
-            threading.Thread(target=on_this_device(partial(self._receive_all, source)), daemon=True)
-            for source in range(self.num_stages)
-            if source != stage
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._telling = threading.Lock()
+        self._inbox.start()
 
     # --- sending ---
 
@@ -140,9 +141,34 @@ class Mailbox:
         return Key(self.stage, step, 0, kind, 0, 0)
 
     def _send_to_others(self, kind: Kind, place: Place, content: bytes | None) -> None:
-        for to in range(self.num_stages):
-            if to != self.stage:
-                self.send(to, self._own_key(kind), place, content)
+        for to in self._others:
+            self.send(to, self._own_key(kind), place, content)
+
+    # --- apart from programs ---
+
+    def send_apart(self, to: int, label: str, content: Tensor | None) -> None:
+        """Sends a tensor that is no value of a program. See :meth:`send`.
+
+        Args:
+            to: the stage.
+            label: names it.
+            content: the tensor; ``None``: there is none.
+        """
+        self._num_apart[self.stage, to] += 1
+        self.send(to, self._key_apart(self.stage, to), Place(label, 0, ""), content)
+
+    def take_apart(self, source: int, label: str) -> Message:
+        """Waits for what another stage sends with :meth:`send_apart`.
+
+        Args:
+            source: the stage.
+            label: as there.
+        """
+        self._num_apart[source, self.stage] += 1
+        return self.take(self._key_apart(source, self.stage), Place(label, 0, ""))
+
+    def _key_apart(self, source: int, to: int) -> Key:
+        return Key(source, _NO_RUN, 0, Kind.SUM, 0, self._num_apart[source, to])
 
     def await_sent(self, kind: Kind, all_but: int = 0) -> None:
         """Waits until large tensors have been sent, and so take no memory.
@@ -152,11 +178,6 @@ class Mailbox:
             all_but: so many, the latest ones, may still be on their way.
         """
         self._sends.await_large(kind, all_but)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._arrived:
-            self._error = self._error or error
-            self._arrived.notify_all()
 
     def flush(self, all_but: int = 0) -> None:
         """Waits until everything has been sent: its memory may change then.
@@ -168,8 +189,8 @@ class Mailbox:
         self._check()
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._inbox.error is not None:
+            raise self._inbox.error
 
     # --- reads ---
 
@@ -238,63 +259,28 @@ class Mailbox:
             oldest: the run. This stage, and all others, have passed those before it.
         """
         self._offers.forget(oldest)
-        with self._arrived:
-            for key in [x for x in self._messages if x.kind is Kind.READ and x.read_in < oldest]:
-                del self._messages[key]
+        self._inbox.forget_reads(oldest)
 
     # --- receiving ---
 
-    def _receive_all(self, source: int) -> None:
-        try:
-            while self._receive(source):
-                pass
-        except BaseException as error:
-            self._fail(error)
-
-    def _receive(self, source: int) -> bool:
-        # What is sent may be shorter.
-        frame = self._frames[source]
-        self._complete(frame, source, FRAME_TAG)
-        key, place, form, num_bytes, strides, is_view = read_head(frame, source)
-        data: Any = None
-        if form in (Form.IN_FRAME, Form.IN_BUFFER):
-            data = content_in(frame, num_bytes)
-        elif form is Form.BEHIND:
-            data = self._host_memory(num_bytes)
-            self._complete(data, source, PAYLOAD_TAG)
+    def _heed(self, key: Key, place: Place, data: Any) -> None:
+        """Does what a message of another mailbox says: called in the thread of its source."""
+        source = key.source
         if key.kind is Kind.TAKEN:
             self._buffers.note_answer(source, data)
-        with self._arrived:
-            if key.kind is Kind.WAIT:
-                wait: Wait = unpickled(data)
-                self._waits.note(source, wait)
-            elif key.kind is Kind.END:
-                self._ended.add(source)
-            elif key.kind is Kind.PASSED:
-                self._phases[source] = key.step
-            elif key.kind not in (Kind.ASK, Kind.TAKEN):
-                self._received[source] += 1
-                if key.kind is not Kind.READ or data is not None or key not in self._messages:
-                    # That there is nothing to read may be said after it has come.
-                    if form is Form.IN_BUFFER:
-                        data = partial(self._taken, source, data)
-                    self._messages[key] = Message(data, strides, place, is_view)
-                if key.kind is not Kind.READ:
-                    self._latest[_direction(key)] = key.serial
-            self._arrived.notify_all()
-        if key.kind is Kind.ASK:
+        elif key.kind is Kind.END:
+            self._ended.add(source)
+        elif key.kind is Kind.PASSED:
+            self._phases[source] = key.step
+        elif key.kind is Kind.ASK:
             wanted = key._replace(source=self.stage, kind=Kind.READ, read_in=0)
             self._send_all(self._offers.ask(wanted, source, key.read_in, place.digest))
-        elif key.kind is Kind.WAIT and wait.phase < self._offers.phase:
-            self.send(source, self._own_key(Kind.PASSED, self._offers.phase), _NOWHERE, None)
-        return key.kind is not Kind.END
-
-    def _host_memory(self, num_bytes: int) -> Tensor:
-        like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-        if is_asynchronous(self.device):
-            # As every thread that is new to a device.
-            return on_this_device(partial(pinned_like, like))()
-        return torch.empty_like(like, device="cpu")
+        else:
+            wait: Wait = unpickled(data)
+            with self._telling:
+                self._waits.note(source, wait)
+            if wait.phase < self._offers.phase:
+                self.send(source, self._own_key(Kind.PASSED, self._offers.phase), _NOWHERE, None)
 
     def _taken(self, source: int, said: Tensor) -> Tensor:
         """The bytes that another stage has put into a buffer, in this device's memory."""
@@ -302,29 +288,20 @@ class Mailbox:
         self.send(source, self._own_key(Kind.TAKEN), _NOWHERE, answer)
         return found
 
-    def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
-        with self._watched(self._ranks[source]):
-            complete(self._group.recv([buffer], self._members[source], tag))
-
     def has(self, key: Key) -> bool:
         """Whether :meth:`take` would return, or raise, at once."""
-        return key in self._messages or self._error is not None or self._is_passed(key)
+        return self._inbox.has(key) or self._inbox.error is not None or self._is_passed(key)
 
     def _is_passed(self, key: Key) -> bool:
-        """Whether the sender is past the message without having sent it. Values come by rising
-        numbers, gradients by falling ones.
+        """Whether the sender is past the message, which may have come meanwhile: see
+        :meth:`Inbox.pop`.
         """
         if key.source in self._ended:
             return True
         if key.kind is Kind.READ:
             # Its owner answers.
             return False
-        if self._phases[key.source] > self._offers.phase:
-            return True
-        latest = self._latest.get(_direction(key))
-        if latest is None:
-            return False
-        return latest < key.serial if key.kind is Kind.GRADIENT else latest > key.serial
+        return self._phases[key.source] > self._offers.phase or self._inbox.is_past(key)
 
     def wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
         """Waits until one of the messages is there, or will not come.
@@ -339,19 +316,15 @@ class Mailbox:
     def _wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
         before = NO_CIRCLE
         self._num_waits += 1
+        sources = tuple({key.source for key in keys})
+        source = self._ranks[sources[0]] if len(sources) == 1 else None
         while True:
-            with self._arrived:
-                if any(map(self.has, keys)):
+            with self._watched(source):
+                if self._inbox.wait(lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS):
                     return
-                sources = tuple({key.source for key in keys})
-                source = self._ranks[sources[0]] if len(sources) == 1 else None
-                with self._watched(source):
-                    if self._arrived.wait_for(
-                        lambda: any(map(self.has, keys)), _TELLS_EVERY_SECONDS
-                    ):
-                        return
-                counts = tuple(self._sends.counts), tuple(self._received)
-                mine = Wait(self._num_waits, place, sources, *counts, self._offers.phase)
+            counts = tuple(self._sends.counts), tuple(self._inbox.counts)
+            mine = Wait(self._num_waits, place, sources, *counts, self._offers.phase)
+            with self._telling:
                 self._waits.note(self.stage, mine)
                 circle = self._waits.circle(self.stage)
             if circle.waits != before.waits:
@@ -371,7 +344,7 @@ class Mailbox:
             LayerError: the stages run different programs.
         """
         self.wait_for_any([key], place)
-        message = self._messages.pop(key, None)
+        message = self._inbox.pop(key)
         if message is None:
             self._check()
             raise self._differs(key, place, None)
@@ -393,7 +366,7 @@ class Mailbox:
         if other is None:
             others = (
                 found.place
-                for one, found in self._messages.items()
+                for one, found in self._inbox.left()
                 if one[:3] == key[:3] and (one.kind is Kind.GRADIENT) == (key.kind is Kind.GRADIENT)
             )
             other = next(others, None)
@@ -424,13 +397,12 @@ class Mailbox:
             LayerError: another stage sent what this one never asked for.
         """
         self.flush(all_but)
-        with self._arrived:
-            left = [
-                (key, found)
-                for key, found in self._messages.items()
-                if key.step < step + (key.turn >= 0) and key.kind is not Kind.READ
-            ]
-            self._latest = {at: last for at, last in self._latest.items() if at[1] != step}
+        left = [
+            (key, found)
+            for key, found in self._inbox.left()
+            if key.step < step + (key.turn >= 0) and key.kind is not Kind.READ
+        ]
+        self._inbox.end_run(step)
         for key, found in left:
             raise self._differs(key, Place("the end of its step", 0, ""), found.place)
 
@@ -440,11 +412,5 @@ class Mailbox:
         self.flush()
         self._send_to_others(Kind.END, _NOWHERE, None)
         self.flush()
-        for thread in self._threads:
-            thread.join()
+        self._inbox.join()
         self._buffers.close()
-
-
-def _direction(key: Key) -> tuple[int, ...]:
-    is_gradient = key.kind is Kind.GRADIENT
-    return key.source, key.step, key.turn, is_gradient, key.part if is_gradient else 0

@@ -11,7 +11,6 @@ reads behind the write, the sender reuses the buffer behind the read. No host wa
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -33,7 +32,7 @@ from lightning_pipeshift.devices.streams import (
     side_stream,
     synchronize,
 )
-from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject, gathered
+from lightning_pipeshift.runtime.comm.lane import Lane, gathered
 
 log = logging.getLogger(__name__)
 
@@ -207,55 +206,6 @@ def _parts(buffer: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
     for begin, tensor in zip(_places(tensors), tensors, strict=False):
         if tensor.nbytes:
             yield buffer[begin : begin + tensor.nbytes], tensor.view(torch.uint8)
-
-
-class MemoryLink:
-    """Sends tensors to one other stage, and receives from it, in the order of the calls.
-
-    Args:
-        end: this rank's buffers.
-        messages: a lane for messages to the other stage and from it.
-        answers: a lane for the answers.
-        peer: the other stage's rank.
-    """
-
-    def __init__(self, end: MemoryEnd, messages: Lane, answers: Lane, peer: int) -> None:
-        self.end = end
-        self.messages = messages
-        self.answers = answers
-        self._peer = peer
-        self._awaited: deque[PostedObject] = deque()
-        self._num_sent = 0
-
-    def send(self, tensors: Sequence[Tensor]) -> int:
-        """Sends vectors, without waiting. Work queued after this call may change them. Returns the
-        number of the message, for :meth:`settle`.
-        """
-        to = self.messages.ranks.index(self._peer)
-        self.messages.send_object(self.end.write(tensors), to)
-        self._awaited.append(self.answers.post_object(to))
-        self._num_sent += 1
-        return self._num_sent
-
-    def settle(self, number: int | None = None) -> None:
-        """Waits until the other stage has received a message, and all before it; by default all.
-        What it does with the tensors may still be under way on its device.
-        """
-        left = 0 if number is None else self._num_sent - number
-        while len(self._awaited) > left:
-            posted = self._awaited.popleft()
-            self.end.give_back(self.answers.receive_object(posted.source, posted))
-            self.messages.settle(len(self._awaited))
-
-    def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Receives into vectors what the other stage sends next. Waits for its message, not for the
-        device; from then on the tensors may be used.
-        """
-        source = self.messages.ranks.index(self._peer)
-        message = self.messages.receive_object(source)
-        # The other stage has posted the receives of all answers, so this does not wait.
-        self.answers.settle()
-        self.answers.send_object(self.end.take(message, tensors), source)
 
 
 def ranks_with_shared_memory(

@@ -42,11 +42,15 @@ class Kind(enum.IntEnum):
     TOLD = 6
     PASSED = 7
     TAKEN = 8
+    SUM = 9
 
     @property
     def is_of_program(self) -> bool:
         """Whether a step may wait for it: others are between the mailboxes."""
-        return self not in (Kind.WAIT, Kind.ASK, Kind.PASSED, Kind.TAKEN)
+        return self not in _BETWEEN_MAILBOXES
+
+
+_BETWEEN_MAILBOXES = frozenset({Kind.WAIT, Kind.END, Kind.ASK, Kind.PASSED, Kind.TAKEN})
 
 
 class Key(NamedTuple):

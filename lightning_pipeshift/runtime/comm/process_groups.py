@@ -1,9 +1,9 @@
-"""The process groups that carry tensors from device to device, and sums: a rank's all in one place.
+"""The process groups for the sums over the virtual machines: a rank's all in one place.
 
 Three things concern all of them together:
 
 - A group costs a communicator on the device, and a stream of it. Where the same ranks already have
-  one for the same purpose it is used again, and one that no plan needs any more is destroyed.
+  one it is used again, and one that no plan needs any more is destroyed.
 - NCCL's streams come from torch's pool of 32 streams of high priority, and nothing else of this
   package's does: a copy on a side stream never queues after a receive that waits for another rank.
 - After a failure, kernels of NCCL wait for ever, and all that runs on the device waits behind them:
@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -36,35 +35,16 @@ from lightning_pipeshift.compat.torch_distributed_private import (
     set_traffic_class,
 )
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, PIPELINE
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
 from lightning_pipeshift.runtime.comm.groups import Lanes
-from lightning_pipeshift.runtime.comm.lane import Line
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.comm.waits import Watched
 
-# A posted receive of NCCL occupies this many of the GPU's multiprocessors until the data is there
-# (an H100 has 132). The variable NCCL_MAX_CTAS overrides it.
-_MOST_CTAS: Final = 4
 # How long a rank that fails waits for its communicators to be aborted.
 _PATIENCE_SECONDS: Final = 10.0
 # Read when a group is made; torchrun sets it to 1.
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-
-class Purpose(Enum):
-    """The purpose of a group. NCCL has no tags and matches by order, so operations that may be in
-    progress at the same time have a group each.
-    """
-
-    SHARED = "gradients of shared parameters, between two stages that hold them"
-    LINKS = "measuring links"
-    SUMS = "sums over the virtual machines"
-
-
-_LANES: Final = {
-    Purpose.SHARED: (PIPELINE,),
-    Purpose.SUMS: GRADIENTS,
-}
 
 Ranks = tuple[int, ...]
 
@@ -90,39 +70,37 @@ class ProcessGroups:
         self._lanes = lanes or Lanes()
         self.device = device
         self.watched = watched
-        self._groups: dict[tuple[Purpose, Ranks, int], Any] = {}
-        """By purpose, members, and the number of the lane."""
+        self._groups: dict[tuple[Ranks, int], Any] = {}
+        """By members, and the number of the lane."""
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
 
-    def want(self, purpose: Purpose, sets: Iterable[Iterable[int]], num_lanes: int = 1) -> None:
-        """Makes the missing groups of a purpose, and destroys those that are no longer needed.
-        Every rank of the job calls this with the same arguments, member or not, when no operation
-        is in progress in the groups of that purpose.
+    def want(self, sets: Iterable[Iterable[int]], num_lanes: int = 1) -> None:
+        """Makes the missing groups, and destroys those that are no longer needed. Every rank of the
+        job calls this with the same arguments, member or not, when no operation is in progress in
+        the groups.
 
         Args:
-            purpose: that of the groups.
             sets: the ranks of each group.
             num_lanes: how many groups the same ranks get, the most urgent lane first.
         """
         # In one order on all ranks: both are collective.
         members = sorted({tuple(sorted(ranks)) for ranks in sets})
         wanted = [(ranks, lane) for ranks in members for lane in range(num_lanes)]
-        known = sorted((ranks, lane) for kind, ranks, lane in self._groups if kind is purpose)
+        known = sorted(self._groups)
         with self.watched(None):
-            for ranks, lane in known:
-                if (ranks, lane) not in wanted:
-                    dist.destroy_process_group(self._groups.pop((purpose, ranks, lane)))
-            for ranks, lane in wanted:
-                if (ranks, lane) not in known:
-                    self._groups[purpose, ranks, lane] = self._made(purpose, ranks, lane)
+            for each in known:
+                if each not in wanted:
+                    dist.destroy_process_group(self._groups.pop(each))
+            for each in wanted:
+                if each not in known:
+                    self._groups[each] = self._made(*each)
 
-    def _made(self, purpose: Purpose, ranks: Ranks, lane: int) -> Any:
+    def _made(self, ranks: Ranks, lane: int) -> Any:
+        name = GRADIENTS[lane].name
         if self.backend == "gloo":
-            return self._lanes.make(ranks, GRADIENTS[lane].name).control
-        classes = _LANES.get(purpose, ())
-        tos = self._lanes.tos(classes[lane].name) if classes else None
-        options = nccl_options(self._lanes.timeout, purpose, tos)
+            return self._lanes.make(ranks, name).control
+        options = nccl_options(self._lanes.timeout, self._lanes.tos(name))
         with nccl_environment():
             group = dist.new_group(
                 list(ranks), timeout=self._lanes.timeout, backend=self.backend, pg_options=options
@@ -130,22 +108,17 @@ class ProcessGroups:
         _abort_of(group, self.device)
         return group
 
-    def group(self, purpose: Purpose, ranks: Iterable[int], lane: int = 0) -> Any:
+    def group(self, ranks: Iterable[int], lane: int = 0) -> Any:
         """The group of some ranks, in any order, of which this rank is one.
 
         Args:
-            purpose: that of the group.
             ranks: its members.
             lane: the number of its lane; if there is no such lane, the last one.
         """
         members = tuple(sorted(ranks))
-        while (purpose, members, lane) not in self._groups and lane:
+        while (members, lane) not in self._groups and lane:
             lane -= 1
-        return self._groups[purpose, members, lane]
-
-    def line(self, purpose: Purpose, rank: int, to: int) -> Line:
-        """The group of this rank and another one, and the other rank's index in it."""
-        return self.group(purpose, (rank, to)), int(to > rank)
+        return self._groups[members, lane]
 
     # --- a failure ---
 
@@ -153,13 +126,13 @@ class ProcessGroups:
         """Describes an error of a group's connections between devices; ``None`` if there is none.
         Any thread may call this.
         """
-        for (purpose, ranks, _), group in list(self._groups.items()):
+        for (ranks, _), group in list(self._groups.items()):
             found = _error_of(group, self.device) if self.backend == "nccl" else None
             if found is not None:
                 return (
                     f"reports an error of NCCL ({found}) between the ranks"
-                    f" {', '.join(map(str, ranks))}, in the group for {purpose.value}. The"
-                    " variable NCCL_DEBUG=WARN lets NCCL print the cause"
+                    f" {', '.join(map(str, ranks))}, which sum gradients. The variable"
+                    " NCCL_DEBUG=WARN lets NCCL print the cause"
                 )
         return None
 
@@ -233,20 +206,16 @@ def _quietly(abort: Callable[[], None]) -> None:
 # --- what NCCL's groups offer beyond torch.distributed ---
 
 
-def nccl_options(timeout: timedelta, purpose: Purpose, tos: int | None = None) -> Any:
+def nccl_options(timeout: timedelta, tos: int | None = None) -> Any:
     """Returns the options of an NCCL group.
 
     Args:
         timeout: that of its operations.
-        purpose: that of the group.
         tos: the traffic class of its packets on InfiniBand and RoCE, where this NCCL can set it;
             ``None`` for its own.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     set_options_timeout(options, timeout)
-    # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
-    if purpose is not Purpose.SUMS and hasattr(options, "config"):
-        options.config.max_ctas = _MOST_CTAS
     if tos is not None:
         set_traffic_class(options, tos)
     return options

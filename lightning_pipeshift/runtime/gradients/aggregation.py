@@ -25,7 +25,7 @@ from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_e
 from lightning_pipeshift.model.parameters.uses import give_gradient
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import finish
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
@@ -383,7 +383,7 @@ class AllReduce:
     ) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
-            group = self._groups.group(Purpose.SUMS, members, lane_of(urgencies))
+            group = self._groups.group(members, lane_of(urgencies))
             work = dist.all_reduce(buffer, group=group, async_op=True)
         return _Collective(work, self._watched, self._groups.backend == "gloo")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.devices.streams import Event, keep_for_stream, record_event, side_stream
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
 from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
@@ -48,7 +48,7 @@ class DeviceRings:
         its end.
         """
         lane = lane_of(urgencies)
-        group = self._groups.group(Purpose.SUMS, members, lane)
+        group = self._groups.group(members, lane)
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)

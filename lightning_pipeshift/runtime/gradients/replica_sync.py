@@ -5,7 +5,6 @@ values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -30,21 +29,6 @@ def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) ->
         stage_of = placement.stages(vm)
         found.append([ranks[stage] for stage in use.holders(stage_of, len(ranks))])
     return found
-
-
-def pairs_that_share(
-    uses: Sequence[ParameterUse], placement: Placement, topology: Topology
-) -> list[tuple[int, int]]:
-    """The pairs of ranks between which gradients of shared parameters are sent: from each holder to
-    the one before, which adds its own, and from the first one, which has the sum, to all holders.
-    """
-    return [
-        pair
-        for use in uses
-        if use.is_shared
-        for ranks in holder_ranks(use, placement, topology)
-        for pair in [*pairwise(ranks), *((ranks[0], rank) for rank in ranks[1:])]
-    ]
 
 
 def gradient_groups(

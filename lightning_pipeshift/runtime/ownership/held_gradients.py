@@ -22,7 +22,8 @@ from lightning_pipeshift.model.parameters.absent import AbsentTensor
 from lightning_pipeshift.model.parameters.gradients import added, is_alone
 from lightning_pipeshift.model.parameters.uses import ParameterUse, give_gradient
 from lightning_pipeshift.model.tensors.transfer import to_host
-from lightning_pipeshift.runtime.comm.lane import Lane, Sent
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
+from lightning_pipeshift.runtime.comm.messages import Kind
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable
 
 _CLIPPED_NORM = 2.0
@@ -43,8 +44,8 @@ class HeldGradients:
         # By identity of a parameter held on another stage: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
         self._are_shown = False
-        self._posted: dict[tuple[str, int], list[Sent]] = {}
-        """By parameter and stage, the gradients of shared parameters on their way there."""
+        self.mailbox: Mailbox | None = None
+        """Carries the gradients of shared parameters."""
         self._are_summed = False
         self.sums_shared = True
         """Whether stages add up the gradients of the parameters that they share."""
@@ -226,12 +227,12 @@ class HeldGradients:
             place = holders.index(self._table.stage)
             start = None
             if self._table.stage != holders[-1]:
-                start = self._receive_optional(use, holders[place + 1])
+                start = self._receive(use, holders[place + 1])
             total, use.parameter.grad = use.parameter.grad, None
             if start is not None:
                 total = start if total is None else added(start, total)
             if place:
-                self._send_optional(use.name, total, holders[place - 1])
+                self._send(use.name, total, holders[place - 1])
             elif total is not None:
                 use.parameter.grad = total if is_alone(total) else total.clone()
 
@@ -250,39 +251,24 @@ class HeldGradients:
             first, *others = self._sharers(use.parameter)
             if self._table.stage == first:
                 for to in others:
-                    self._send_optional(use.name, use.parameter.grad, to)
+                    self._send(use.name, use.parameter.grad, to)
             else:
-                use.parameter.grad = self._receive_optional(use, first)
-                # Whoever has sent the sum has received this stage's part: that is freed now.
-                for key in [key for key in self._posted if key[0] == use.name]:
-                    for sent in self._posted.pop(key):
-                        sent.wait()
+                use.parameter.grad = self._receive(use, first)
+        if self.shared and self.mailbox is not None:
+            # The optimizer may write to what has been sent.
+            self.mailbox.await_sent(Kind.SUM)
 
-    def _send_optional(self, name: str, tensor: Tensor | None, to: int) -> None:
-        if to < self._table.stage and not self._channels.is_direct(to):
-            # The earlier stage has taken those before.
-            for sent in self._posted.pop((name, to), ()):
-                sent.wait()
-            self._posted[name, to] = self._channels.shared.post_values({"": tensor}, to)
-            return
-        lane: Lane = self._channels
-        if to < self._table.stage:
-            # On the other lane, that stage may await the step's report. What this lane sent before
-            # has been received by now.
-            lane = self._channels.shared
-            lane.settle()
-        lane.send_object(tensor is not None, to)
-        if tensor is not None:
-            self._channels.post_on_device(tensor, to)
+    def _send(self, name: str, gradient: Tensor | None, to: int) -> None:
+        assert self.mailbox is not None
+        self.mailbox.send_apart(to, name, gradient)
 
-    def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
-        if source > self._table.stage and not self._channels.is_direct(source):
-            ((_, received),) = self._channels.shared.receive_values(source)
-            return received.to(self._table.device) if received is not None else None
-        lane = self._channels.shared if source > self._table.stage else self._channels
-        if not lane.receive_object(source):
+    def _receive(self, use: ParameterUse, source: int) -> Tensor | None:
+        assert self.mailbox is not None
+        message = self.mailbox.take_apart(source, use.name)
+        if message.data is None:
             return None
-        return self._channels.receive_on_device(use.parameter, source)
+        like = use.parameter
+        return message.tensor(like.dtype, like.shape, self._table.device)
 
     def norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """The norms of all parameters' gradients, in the model's order, bitwise equal on all

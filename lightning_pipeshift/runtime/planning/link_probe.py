@@ -18,7 +18,7 @@ import torch
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.comm.channels import Channels
-from lightning_pipeshift.runtime.comm.process_groups import Purpose
+from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 
 _SAME_BANDWIDTH: Final = 1 / 1.5
 _SAME_LATENCY: Final = 1 / 3
@@ -31,6 +31,7 @@ _ALL_PAIRS_RANKS = 8
 _FIRST_BYTES, _MOST_BYTES, _MOST_DEVICE_BYTES = 1 << 16, 1 << 22, 1 << 26
 _TRANSFER_SECONDS, _MOST_TRANSFER_SECONDS = 0.02, 0.2
 _REPORT_SECONDS = 1.0
+_LABEL = "the measurement of a link"
 
 Pair = tuple[int, int]
 """Two ranks, the lower first."""
@@ -70,25 +71,32 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 def measure_links(
     world: Channels, rounds: Sequence[Sequence[Pair]], report: Callable[[str], None] | None
 ) -> dict[Pair, Link]:
-    """Measures this rank's links; returns those of which it is the lower rank."""
+    """Measures this rank's links; returns those of which it is the lower rank. Every rank calls
+    this. The messages are those that values travel in.
+    """
     found: dict[Pair, Link] = {}
+    if not rounds:
+        return found
+    mine = [pair for pairs in rounds for pair in pairs if world.stage in pair]
+    mailbox = world.mailbox({rank for pair in mine for rank in pair})
     total, done = sum(map(len, rounds)), 0
     reported = time.monotonic()
     for pairs in rounds:
         together(world)
         for one, other in pairs:
             if world.stage == one:
-                found[one, other] = _measure_link(world, other)
+                found[one, other] = _measure_link(world, mailbox, other)
             elif world.stage == other:
-                _echo(world, one)
+                _echo(world, mailbox, one)
         done += len(pairs)
         if report is not None and time.monotonic() > reported + _REPORT_SECONDS:
             report(f"measuring links: {done} of {total}")
             reported = time.monotonic()
+    mailbox.close()
     return found
 
 
-def _measure_link(world: Channels, other: int) -> Link:
+def _measure_link(world: Channels, mailbox: Mailbox, other: int) -> Link:
     """Measures a link while the other rank runs :func:`_echo`: half of the round-trip time, as a
     payload uses one direction and its gradient the other.
     """
@@ -100,8 +108,8 @@ def _measure_link(world: Channels, other: int) -> Link:
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            world.send_on_device(tensor, other, Purpose.LINKS)
-            back = world.receive_on_device(tensor, other, Purpose.LINKS)
+            mailbox.send_apart(other, _LABEL, tensor)
+            back = mailbox.take_apart(other, _LABEL).tensor(torch.uint8, (num_bytes,), world.device)
             if back.device.type != "cpu":
                 back[0].item()  # waits for the device
             seconds.append((time.perf_counter() - begun) / 2)
@@ -113,7 +121,7 @@ def _measure_link(world: Channels, other: int) -> Link:
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
     enough = min(max(_TRANSFER_SECONDS, 10 * latency), _MOST_TRANSFER_SECONDS)
-    is_direct = world.is_direct(other)
+    is_direct = world.ranks[other] in world.shares_memory_with
     most_bytes = _MOST_DEVICE_BYTES if is_direct else _MOST_BYTES
     num_bytes = _FIRST_BYTES
     # Between devices the first message of a size also makes, and opens, the buffer for it.
@@ -130,14 +138,15 @@ def _measure_link(world: Channels, other: int) -> Link:
     return Link(latency, num_bytes / max(seconds - latency, seconds / 10))
 
 
-def _echo(world: Channels, other: int) -> None:
+def _echo(world: Channels, mailbox: Mailbox, other: int) -> None:
     """Sends back whatever :func:`_measure_link` sends."""
     while (asked := world.receive_object(other)) is not None:
         num_bytes, times = asked
-        like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         for _ in range(times):
-            received = world.receive_on_device(like, other, Purpose.LINKS)
-            world.send_on_device(received, other, Purpose.LINKS)
+            message = mailbox.take_apart(other, _LABEL)
+            received = message.tensor(torch.uint8, (num_bytes,), world.device)
+            mailbox.send_apart(other, _LABEL, received)
+        mailbox.flush()
 
 
 def cluster_of(devices: tuple[Device, ...], measured: Mapping[Pair, Link]) -> Cluster:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -182,12 +182,10 @@ def probe(
     together(world)
     memory_bytes, free_bytes = _memory(device)
     mine = replace(mine, memory_bytes=memory_bytes, free_bytes=free_bytes)
-    found: list[Found] = _gather(world, mine)
+    found: list[Found] = world.gather(mine)
     links: dict[Pair, Link] = {}
     rounds = rounds_of([each.device.host for each in found])
-    with world.links(pair for pairs in rounds for pair in pairs):
-        mine_of_them = measure_links(world, rounds, report)
-    for measured in _gather(world, mine_of_them):
+    for measured in world.gather(measure_links(world, rounds, report)):
         links.update(measured)
     world.settle()
     return assess(found, links)
@@ -291,17 +289,6 @@ def _pool(device: torch.device, host: str) -> str:
 def _memory(device: torch.device) -> tuple[int, int]:
     """The size of the memory that this rank uses, and its free part, in bytes."""
     return host_memory() if device.type == "cpu" else memory_of(device)
-
-
-# --- communication ---
-
-
-def _gather(world: Channels, mine: Any) -> list[Any]:
-    """Returns the value that each rank passed, in the order of ranks. Every rank calls this."""
-    everything = world.gather_objects(mine)
-    world.settle()
-    found: list[Any] = world.share_object(everything, 0)
-    return found
 
 
 def _size(device: torch.device) -> int:

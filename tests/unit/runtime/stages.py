@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.mesh import connect_all
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import shut_down
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 
@@ -32,14 +30,11 @@ _KEPT: list[Channels] = []
 waits for good: connections are kept until the rank has ended, not until its function returns."""
 
 
-def connect(
-    has_devices: bool = False, shares_memory: bool = False
-) -> tuple[Channels, FailureBoard]:
+def connect(shares_memory: bool = False) -> tuple[Channels, FailureBoard]:
     """This rank's connections, from the environment.
 
     Args:
-        has_devices: whether tensors go from device to device, in groups that gloo stands in for.
-        shares_memory: whether they go through memory that the ranks share: on a CPU, files in
+        shares_memory: whether tensors go through memory that the ranks share: on a CPU, files in
             memory stand in for a GPU's.
     """
     dist.init_process_group("gloo")
@@ -50,12 +45,7 @@ def connect(
     board = FailureBoard(rank, mesh)
     ranks = range(world_size)
     groups = Lanes().between_stages(ranks)
-    devices = None
-    if has_devices:
-        let_gloo_stand_in()
-        devices = ProcessGroups("nccl", CPU, board.watched)
-        devices.want(Purpose.SHARED, combinations(ranks, 2))
-    channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
+    channels = Channels(ranks, rank, CPU, board.watched, groups)
     channels.share_memory(address_here(CPU) if shares_memory else None)
     assert groups.bulk is not None
     sockets = groups.pipeline.sockets | groups.bulk.sockets
@@ -65,8 +55,8 @@ def connect(
 
 
 def let_gloo_stand_in() -> None:
-    """Makes payloads travel in groups of the devices' own backend, and these on gloo, in this
-    process from here on.
+    """Makes gradients be summed in groups of the devices' own backend, and these run on gloo, in
+    this process from here on.
     """
     new_group = dist.new_group
 

@@ -63,7 +63,7 @@ def share() -> list[Any]:
         found.append(
             channels.share_object({"from": channels.stage, "x": "x" * 5000}, source)["from"]
         )
-    found.append(channels.gather_int(10 * channels.stage))
+    found.append(channels.gather(10 * channels.stage))
     found.append(channels.sum(torch.full((2,), 0.1 * (channels.stage + 1))).tolist())
     channels.settle()
     return found
@@ -93,7 +93,7 @@ def test_single_tensors() -> None:
 
 def alone() -> Any:
     channels, _ = connect()
-    return channels.gather_int(3), channels.sum(torch.ones(1)).item(), channels.share_object("x", 0)
+    return channels.gather(3), channels.sum(torch.ones(1)).item(), channels.share_object("x", 0)
 
 
 def test_a_single_stage_needs_nobody() -> None:

@@ -14,7 +14,7 @@ def wait_for_the_last_stage(way: str, ending: str) -> None:
     """Everybody waits on the last stage, which fails."""
     channels, board = connect()
     last = channels.num_stages - 1
-    channels.gather_int(0)
+    channels.gather(None)
     if channels.stage == last:
         time.sleep(0.3)
         if ending == "kill":
@@ -55,7 +55,7 @@ def test_a_stage_that_is_killed(way: str) -> None:
 def die_within_a_message(dead: int) -> None:
     """Stage 0 sends stage 1 a tensor that takes some time, and one of the two dies meanwhile."""
     channels, _ = connect()
-    channels.gather_int(0)
+    channels.gather(None)
     if channels.stage == 0:
         sent = channels.post_values({"x": torch.zeros(40_000_000)}, 1)
     if channels.stage == dead:
@@ -80,10 +80,10 @@ def publish_and_read() -> tuple[bool, object]:
     channels, board = connect()
     first = False
     if channels.stage == 1:
-        channels.gather_int(0)
+        channels.gather(None)
         first = board.publish("stage 1", ValueError("the first"))
         return first, board.read(0.0)
-    channels.gather_int(0)
+    channels.gather(None)
     assert board.read(60.0) is not None
     second = board.publish(f"stage {channels.stage}", KeyError("a later one"))
     return second, (board.read() or "").splitlines()[0]

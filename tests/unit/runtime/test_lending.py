@@ -769,7 +769,7 @@ def test_processes_share_memory_if_they_see_the_same_gpus(monkeypatch: pytest.Mo
 def lender_dies(when: str) -> None:
     channels, _ = connect()
     # Who is connected here may be connecting elsewhere yet.
-    channels.gather_int(0)
+    channels.gather(None)
     if channels.stage == 1:
         house = House(channels)
         if when == "before it comes":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +29,7 @@ from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.runtime.comm import memory_link
 from lightning_pipeshift.runtime.comm import threads as threads_module
-from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd, MemoryLink
+from lightning_pipeshift.runtime.comm.memory_link import MemoryEnd
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.offload import copying, lending, saved_blocks
 from lightning_pipeshift.runtime.offload.copying import ThreadTicket
@@ -344,54 +344,34 @@ def test_steps_train_the_same_bits_in_some_orders(row: str, budget: float, is_di
 # --- tensors that go through shared memory ---
 
 
-class LinkLane(NamedTuple):
-    """Stands in for the lane of a link."""
-
-    lane: Any
-    ranks: tuple[int, int] = (0, 1)
-
-    def send_object(self, obj: Any, to: int) -> None:
-        self.lane.send_object(obj, to)
-
-    def post_object(self, source: int) -> Any:
-        return SimpleNamespace(source=source)
-
-    def receive_object(self, source: int, _: Any = None) -> Any:
-        return self.lane.receive_object(source)
-
-    def settle(self, left: int = 0) -> None: ...
-
-
 def exchange(order: Run, lengths: tuple[int, ...] = (10, 10, 100, 100, 100)) -> None:
     """A stage sends another one the payloads of microbatches. Both write to the memory again."""
     with world(order) as both:
 
-        def link(number: int) -> Any:
-            lanes: Any = [LinkLane(both.net.of(number)(lane, False)) for lane in (0, 1)]
-            return MemoryLink(MemoryEnd(GPU), lanes[0], lanes[1], 1 - number)
-
         def send() -> None:
-            to = link(0)
-            sent = torch.zeros(max(lengths), device=GPU)
-            for value, length in enumerate(lengths):
+            end, sent = MemoryEnd(GPU), torch.zeros(max(lengths), device=GPU)
+            messages, answers = (both.net.of(0)(lane, False) for lane in (0, 1))
+            for number, length in enumerate(lengths):
                 sent += 1
-                to.send([sent[:length]])
+                messages.send_object(end.write([sent[:length]]), 1)
                 # All but this one have been taken.
-                to.settle(value)
-            to.settle()
-            to.end.close()
+                if number:
+                    end.give_back(answers.receive_object(1))
+            end.give_back(answers.receive_object(1))
+            end.close()
 
         def receive() -> None:
-            source, found = link(1), []
+            end, found = MemoryEnd(GPU), []
+            messages, answers = (both.net.of(1)(lane, False) for lane in (0, 1))
             for length in lengths:
                 got = torch.empty(length, device=GPU)
-                source.receive([got])
+                answers.send_object(end.take(messages.receive_object(0), [got]), 0)
                 found.append(got * 1)
                 got.zero_()
             # Not before: what its host has waited for would be told to the other one.
             for value, (length, got) in enumerate(zip(lengths, found, strict=True)):
                 assert torch.equal(got.cpu(), torch.full((length,), value + 1.0))
-            source.end.close()
+            end.close()
 
         both.run(send, receive)
 

@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 import math
 import random
@@ -11,11 +10,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
+from lightning_pipeshift.runtime.comm import sends
 from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.comm.process_groups import Purpose
 from lightning_pipeshift.runtime.planning import link_probe
 from lightning_pipeshift.runtime.planning.host_memory import host_memory, memory_limits
 from lightning_pipeshift.runtime.planning.link_probe import levelled, rounds_of
@@ -354,7 +352,7 @@ def measure(hosts: str, threads: tuple[int, ...] = ()) -> tuple[ProbeResult, boo
     measured = probe(channels, device, here, told.append, lambda _: [seconds, 1.1 * seconds])
     # Nothing is left behind that the next message would be taken for.
     assert channels.share_object("next", 0) == "next"
-    assert channels.gather_int(channels.stage) == list(range(channels.num_stages))
+    assert channels.gather(channels.stage) == list(range(channels.num_stages))
     channels.settle()
     return measured, torch.equal(torch.get_rng_state(), state), told
 
@@ -406,20 +404,18 @@ def test_a_rank_alone():
 
 def by_device() -> tuple[ProbeResult, bool, list[str]]:
     """Between devices that need not go through the host."""
-    channels, _ = connect(has_devices=True)
+    channels, _ = connect(shares_memory=True)
 
     def refuse(*_):
         raise AssertionError("a link between devices is measured by way of the host")
 
     state = torch.get_rng_state()
     told: list[str] = []
-    groups = len(dist.distributed_c10d._world.pg_names)
     for name in ("send_tensor", "receive_tensor"):
         setattr(Lane, name, refuse)
+    vars(sends)["Sends"]._send_behind = refuse
     here = Device("a" if channels.stage else "b", "k")
     measured = probe(channels, torch.device("cpu"), here, told.append, lambda _: [1e-6])
-    # What was made for measuring is gone.
-    assert len(dist.distributed_c10d._world.pg_names) == groups
     return measured, torch.equal(torch.get_rng_state(), state), told
 
 
@@ -428,15 +424,12 @@ def test_links_between_devices_are_measured_as_payloads_travel():
 
 
 class OnAnotherDevice:
-    """Connections of a rank whose tensors are on the meta device."""
+    """A rank whose tensors are on the meta device, and its mailbox."""
 
-    device, backend = torch.device("meta"), "nccl"
+    device, ranks, shares_memory_with = torch.device("meta"), [0, 1], frozenset({1})
 
     def __init__(self):
         self.sent = []
-
-    def is_direct(self, stage):
-        return True
 
     def send_object(self, *_):
         pass
@@ -444,12 +437,11 @@ class OnAnotherDevice:
     def settle(self):
         pass
 
-    def send_on_device(self, tensor, to, purpose):
-        assert purpose is Purpose.LINKS
+    def send_apart(self, to, label, tensor):
         self.sent.append((tensor.device.type, tensor.numel()))
 
-    def receive_on_device(self, like, source, purpose):
-        return torch.zeros(1)
+    def take_apart(self, source, label):
+        return SimpleNamespace(tensor=lambda *_: torch.zeros(1))
 
 
 def test_a_link_is_measured_with_tensors_of_the_device(monkeypatch):
@@ -457,7 +449,7 @@ def test_a_link_is_measured_with_tensors_of_the_device(monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-6)
     monkeypatch.setattr(link_probe, "time", clock)
     world: Any = OnAnotherDevice()
-    link_probe._measure_link(world, 1)
+    link_probe._measure_link(world, world, 1)
     assert {device for device, _ in world.sent} == {"meta"}
     # A fast link needs more than a network does.
     assert max(length for _, length in world.sent) == 1 << 26
@@ -501,16 +493,10 @@ class Alone:
         self._others_end()
         return vector
 
-    def gather_objects(self, mine):
+    def gather(self, mine):
         return [mine]
 
-    def share_object(self, found, source):
-        return found
-
     def settle(self): ...
-
-    def links(self, pairs):
-        return contextlib.nullcontext()
 
 
 def test_what_the_computation_leaves_in_the_cache_is_free_memory(monkeypatch):

@@ -6,7 +6,6 @@ import os
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,22 +16,18 @@ import torch.distributed as dist
 from lightning_pipeshift import StageFailedError
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.groups import Lanes, group_timeout
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
 from lightning_pipeshift.step import pipeline, suspendable
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
-from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
     MICROBATCHES,
     Pipelined,
-    Trained,
-    assert_same_bits,
     fit,
 )
 from tests.end_to_end.test_unmodified import FewLayers
-from tests.features_models import built
 from tests.models import points
 from tests.unit.runtime.stages import CPU, Kernels, connect, let_gloo_stand_in
 
@@ -51,7 +46,7 @@ def change_what_is_wanted() -> tuple[list[str], list[float], int]:
         return new(ranks, **others)
 
     def noting_destroyed(group: Any) -> None:
-        (ranks,) = (of for (_, of, _), known in before.items() if known is group)
+        (ranks,) = (of for (of, _), known in before.items() if known is group)
         made.append(f"-{list(ranks)}")
         destroy(group)
 
@@ -63,12 +58,12 @@ def change_what_is_wanted() -> tuple[list[str], list[float], int]:
     for wanted in ([(0, 1), (1, 2)], [(0, 2), (2, 1)], [(0, 2), (2, 1)], []):
         order = wanted if dist.get_rank() else wanted[::-1]
         made.append(f"{len(wanted)}:")
-        groups.want(Purpose.SUMS, order)
+        groups.want(order)
         before = {place: groups.group(*place) for place in groups._groups}
         for ranks in wanted:
             if dist.get_rank() in ranks:
                 tensor = torch.tensor([10.0 ** dist.get_rank()])
-                dist.all_reduce(tensor, group=groups.group(Purpose.SUMS, ranks))
+                dist.all_reduce(tensor, group=groups.group(ranks))
                 sums.append(float(tensor))
     return made, sums, len(dist.distributed_c10d._world.pg_names) - known
 
@@ -93,7 +88,7 @@ def sum_on_two_lanes() -> list[float]:
     """An urgent sum, which one rank begins behind another sum and the other rank before it."""
     _, board = connect()
     groups = ProcessGroups("gloo", CPU, board.watched)
-    groups.want(Purpose.SUMS, [(0, 1)], num_lanes=2)
+    groups.want([(0, 1)], num_lanes=2)
     sums = AllReduce(groups, board.watched)
     # A plan may name more lanes than there are: the last one carries those, too.
     lanes = {10.0: ((1.0, Urgency(4)),), 1.0: ((0.5, Urgency(0)), (1.0, Urgency(1)))}
@@ -113,34 +108,20 @@ def test_sums_of_different_lanes_do_not_wait_for_each_other() -> None:
     assert run_ranks(sum_on_two_lanes, 2) == [[3.0, 30.0]] * 2
 
 
-def train(has_devices: bool) -> Trained:
-    if has_devices:
-        let_gloo_stand_in()
-    how = Pipelined([2, 3, 2], then=([1, 4, 2], [3, 1, 3]))
-    return fit(built(partial(Trains, "adam")), points(6), how)
-
-
-def test_a_run_whose_tensors_go_from_device_to_device() -> None:
-    """The same code as on GPUs but for the backend: also for tied parameters, and in moves."""
-    by_host, by_device = (run_ranks(train, 3, has_devices) for has_devices in (False, True))
-    for one, other in zip(by_host, by_device, strict=True):
-        assert_same_bits(other, one, "from device to device")
-
-
 # --- how they are made ---
 
 
 class _Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None, traffic_class=None)
+        self.config = SimpleNamespace(traffic_class=None)
         self._timeout = timedelta(minutes=10)
 
 
 @pytest.mark.parametrize("tells_errors", [True, False])
 def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) -> None:
-    """A stream of another pool than ours, our timeout, few multiprocessors for what waits early,
-    and no watchdog that ends the process, if torch tells errors otherwise.
+    """A stream of another pool than ours, our timeout, and no watchdog that ends the process, if
+    torch tells errors otherwise.
     """
     kind = SimpleNamespace(Options=_Options)
     if tells_errors:
@@ -158,17 +139,12 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     two_hours = timedelta(hours=2)
     lanes = Lanes(two_hours, marks={})
     groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), lanes)
-    groups.want(Purpose.SHARED, [(1, 0)])
-    groups.want(Purpose.SUMS, [(0, 1)], num_lanes=2)
+    groups.want([(1, 0)], num_lanes=2)
     for options, timeout, handling in found:
         assert options.is_high_priority_stream
         assert options._timeout == timeout == two_hours
         assert handling == ("0" if tells_errors else "1")
-    shared, *sums = (options.config for options, _, _ in found)
-    assert shared.max_ctas == 4
-    assert [config.max_ctas for config in sums] == [None, None]
-    assert shared.traffic_class == 40 << 2
-    assert [config.traffic_class for config in sums] == [32 << 2, 28 << 2]
+    assert [options.config.traffic_class for options, _, _ in found] == [32 << 2, 28 << 2]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
@@ -187,8 +163,7 @@ def groups_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> ProcessGroup
     monkeypatch.setattr(process_groups, "keep_for_ever", lambda _: None)
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
     groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext())
-    groups.want(Purpose.SHARED, [(0, 1), (1, 2)])
-    groups.want(Purpose.SUMS, [(0, 1)])
+    groups.want([(0, 1), (1, 2), (0, 2)])
     return groups
 
 
@@ -236,7 +211,7 @@ def a_link_breaks() -> str:
     channels, board = connect()
     if channels.stage == 1:
         groups = ProcessGroups("nccl", CPU, board.watched)
-        groups._groups[Purpose.SHARED, (1, 2), 0] = Links()
+        groups._groups[(1, 2), 0] = Links()
         board.trouble = groups.error
     with pytest.raises(StageFailedError) as caught:
         channels.receive_object((channels.stage + 1) % 3)
@@ -246,7 +221,7 @@ def a_link_breaks() -> str:
 def test_an_error_of_nccl_ends_the_run_though_every_rank_is_alive() -> None:
     for reason in run_ranks(a_link_breaks, 3):
         assert reason.startswith("Rank 1 reports an error of NCCL (COMM_ERROR) between the ranks")
-        assert "1, 2, in the group for gradients of shared parameters" in reason
+        assert "1, 2, which sum gradients" in reason
 
 
 def one_rank_fails(where: str) -> str:

@@ -670,7 +670,7 @@ def _moved(channels: Channels) -> dict[str, Tensor]:
             move.await_layer(1)
             net.middle(found).square().sum().backward()
         move.finish()
-        channels.gather_int(0)
+        channels.gather(None)
     threads.close()
     assert not errors
     if channels.stage:

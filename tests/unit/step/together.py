@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.inbox import Inbox
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Place
 from lightning_pipeshift.runtime.comm.sends import FRAME_TAG, PAYLOAD_TAG, Sends
@@ -248,6 +249,25 @@ class _InMemorySends(Sends):
         self._stages.flush(self._stage)
 
 
+class _InMemoryInbox(Inbox):
+    """What has come to a stage in this process. No thread receives: messages are delivered."""
+
+    def __init__(self, mailbox: InMemoryMailbox, stages: Stages) -> None:
+        ranks = list(range(mailbox.num_stages))
+        nowhere, cpu = lambda _: nullcontext(), torch.device("cpu")
+        about = mailbox.room_bytes, nowhere, cpu, mailbox._heed, mailbox._taken
+        super().__init__(None, ranks, ranks, (), *about)
+        self._stages, self._stage = stages, mailbox.stage
+
+    def receive(self, source: int) -> None:
+        """Receives a message that is under way."""
+        self._receive(source)
+
+    def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
+        part = self._stages.taken(source, self._stage)
+        buffer[: part.numel()].copy_(part)
+
+
 class InMemoryMailbox(Mailbox):
     """A mailbox of a stage in this process."""
 
@@ -257,11 +277,10 @@ class InMemoryMailbox(Mailbox):
     def __init__(self, stages: Stages, num_stages: int, stage: int) -> None:
         self._stages, self._num_asks, self._is_delivering = stages, 0, False
         ranks = list(range(num_stages))
-        super().__init__(None, ranks, ranks, stage, lambda _: nullcontext())
+        super().__init__(None, ranks, ranks, stage, lambda _: nullcontext(), others=())
+        self._others = [other for other in ranks if other != stage]
         self._sends = _InMemorySends(stages, num_stages, stage)
-
-    def _receive_all(self, source: int) -> None:
-        """No thread receives: messages are delivered."""
+        self._inbox: _InMemoryInbox = _InMemoryInbox(self, stages)
 
     def _send_packed(self, to: int, key: Key, place: Place, content: Any) -> None:
         self._num_asks = 0
@@ -272,12 +291,8 @@ class InMemoryMailbox(Mailbox):
     def deliver(self, source: int) -> None:
         """Receives a message that is under way."""
         self._num_asks, self._is_delivering = 0, True
-        self._receive(source)
+        self._inbox.receive(source)
         self._is_delivering = False
-
-    def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
-        part = self._stages.taken(source, self.stage)
-        buffer[: part.numel()].copy_(part)
 
     def wait_for_any(self, keys: Sequence[Key], place: Place) -> None:
         if any(map(self.has, keys)):
