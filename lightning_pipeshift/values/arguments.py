@@ -157,9 +157,16 @@ class Arguments:
             return (cls, x)
         if cls is tuple or isinstance(x, tuple):
             self._num_tuples += 1
-            # Most are tensors: a call less for each.
-            tensor, scan = self._tensor, self._scan
-            return (cls, *[tensor(y) if isinstance(y, Tensor) else scan(y) for y in x])
+            # The most frequent parts without a call each.
+            parts: list[Any] = [cls]
+            for part in x:
+                if isinstance(part, Tensor):
+                    parts.append(self._tensor(part))
+                elif type(part) is str or part is None:
+                    parts.append((type(part), part))
+                else:
+                    parts.append(self._scan(part))
+            return tuple(parts)
         if isinstance(x, Tensor):
             return self._tensor(x)
         if isinstance(x, float):
@@ -192,9 +199,8 @@ class Arguments:
         return repr(x) if isinstance(x, frozenset | range | set) else (type(x), id(x))
 
     def _tensor(self, x: Tensor) -> Any:
-        number = self._tensor_numbers.get(id(x))
-        if number is None:
-            number = self._tensor_numbers[id(x)] = len(self.tensors)
+        number = self._tensor_numbers.setdefault(id(x), len(self.tensors))
+        if number == len(self.tensors):
             self.tensors.append(x)
         return (number, self._describe(x))
 

@@ -164,6 +164,8 @@ class Calls(CommonTensors):
                 return self._told(call, here, None)
             if call.stream is None and call.label not in DRAW_BY_VALUES:
                 self._draw_likewise(call)
+            if contract.gives_one:
+                return self._made(call, contract.specs[0], None, ())
             return self._given(call, here, [None] * len(contract.specs))
         self.core.computes = True
         if contract is None or contract.written:
@@ -178,7 +180,7 @@ class Calls(CommonTensors):
                 result, nodes, before, written = self._run(call, tensors, others)
                 is_unchanged = not nodes and not written
                 if contract is not None and is_unchanged and kept_simply(contract, result, tensors):
-                    return self._made(call, contract.specs[0], result, [])
+                    return self._made(call, contract.specs[0], result, ())
                 after = Outcome(nodes, tensors, result)
             if contract is not None:
                 require_kept(contract, call.label, tensors, before, after, written)
@@ -202,19 +204,20 @@ class Calls(CommonTensors):
             tensors: those in its arguments, plain.
             others: the parameters of other stages, by name.
         """
-        arguments, contract, memo = call.arguments, call.contract, {}  # type: ignore[var-annotated]
-
-        def plain(tensor: Tensor) -> Tensor:
-            return tensors[arguments.number_of(tensor)]
-
+        arguments, contract, nodes = call.arguments, call.contract, []
+        number_of = arguments.number_of
         if arguments.is_flat:
-            args = tuple([plain(x) if isinstance(x, Tensor) else x for x in call.args])
-            kwargs = {
-                name: plain(x) if isinstance(x, Tensor) else x for name, x in call.kwargs.items()
+            args = tuple([tensors[number_of(x)] if isinstance(x, Tensor) else x for x in call.args])
+            kwargs = call.kwargs and {
+                name: tensors[number_of(x)] if isinstance(x, Tensor) else x
+                for name, x in call.kwargs.items()
             }
         else:
-            args, kwargs = copied_call(call.args, call.kwargs, plain, memo)
-        nodes = [memo[id(node)] for node in arguments.nodes]
+            memo: dict[int, Any] = {}
+            args, kwargs = copied_call(
+                call.args, call.kwargs, lambda x: tensors[number_of(x)], memo
+            )
+            nodes = [memo[id(node)] for node in arguments.nodes]
         before = Outcome(nodes, tensors) if nodes else _NOTHING
         versions = versions_in(tensors)
         if call.stream is None or (contract is not None and not contract.draws):
@@ -223,8 +226,9 @@ class Calls(CommonTensors):
             draws_on_host = contract is None or contract.draws_on_host
             with drawing_from(self.core.generators, draws_on_host, numbered_seed(*call.stream)):
                 result = call.function(others, args, kwargs)
-        now = versions_in(tensors)
-        written = [at for at, version in enumerate(now) if version != versions[at]]
+        now, written = versions_in(tensors), []
+        if now != versions:
+            written = [at for at, version in enumerate(now) if version != versions[at]]
         return result, nodes, before, written
 
     def _draw_likewise(self, call: Call) -> None:
@@ -250,7 +254,7 @@ class Calls(CommonTensors):
         contract = call.contract
         assert contract is not None
         if contract.gives_one:
-            return self._made(call, contract.specs[0], new[0], [])
+            return self._made(call, contract.specs[0], new[0], ())
         written = {at: needs and torch.is_grad_enabled() for at, needs in contract.written.items()}
         return self._values(
             call, here, new, contract.result, contract.changes, contract.specs, written
@@ -284,15 +288,14 @@ class Calls(CommonTensors):
         if self.is_outside:
             account.layer = self._layer_of(call)
         if spec.requires_grad:
-            account.graph = self._joined(call) if graph is None else graph
+            if graph is None and not self.is_alone:
+                graph = self.graphs.joined(call, self.accounts)
+            account.graph = graph
         if tensor is not None:
             # A layer may return a buffer, and write to it later.
             is_buffer = call.layer is not None and bool(self.core.buffers[call.layer])
             offer(self.mailbox, account, is_buffer)
         return self.new_value(spec, account)
-
-    def _joined(self, call: Call) -> Graph | None:
-        return None if self.is_alone else self.graphs.joined(call, self.accounts)
 
     def _values(
         self,
@@ -317,7 +320,8 @@ class Calls(CommonTensors):
         """
         values: list[Value] = []
         has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
-        graph = self._joined(call) if has_gradient else None
+        is_joined = has_gradient and not self.is_alone
+        graph = self.graphs.joined(call, self.accounts) if is_joined else None
         for spec, tensor in zip(specs, new, strict=True):
             values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():

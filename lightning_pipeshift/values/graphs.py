@@ -161,7 +161,10 @@ class Graphs:
         tensors = call.arguments.tensors
         used = range(len(tensors)) if call.contract is None else call.contract.used
         found = self.entered
-        for tensor in (*[tensors[at] for at in used], *[x for _, x in call.parameters]):
+        candidates = [tensors[at] for at in used]
+        if call.parameters:
+            candidates += [x for _, x in call.parameters]
+        for tensor in candidates:
             account = tensor.account if type(tensor) is Value else accounts.get(tensor)
             if account is None or account.graph is None or not account.requires_grad:
                 continue

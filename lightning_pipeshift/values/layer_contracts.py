@@ -9,6 +9,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ from lightning_pipeshift.values.layer_state import NO_STATE, Attribute, mark
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
+_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+
 Flagged = tuple[list[nn.Module], list[nn.Parameter]]
 """The modules and the parameters of a layer: each module has the flag ``training``, and each
 parameter ``requires_grad``."""
@@ -48,7 +51,7 @@ def flags_of(flagged: Flagged) -> tuple[bool, ...]:
     """Whether modules are in training, and parameters are trained. Called inside of
     :data:`without_torch_function_of_subclasses`.
     """
-    return (*[x.training for x in flagged[0]], *[x.requires_grad for x in flagged[1]])
+    return (*map(_TRAINING, flagged[0]), *map(_REQUIRES_GRAD, flagged[1]))
 
 
 def set_flags(flagged: Flagged, flags: Sequence[bool]) -> None:

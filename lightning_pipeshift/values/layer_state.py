@@ -120,6 +120,7 @@ class Watch:
         self, layer: nn.Module, without: Collection[Attribute], shared: Collection[Attribute]
     ) -> None:
         self._layer, self._without, self._shared = layer, without, shared
+        self._is_replaced = False
         self.values: set[Attribute] = set()
         """The attributes in which user code has put values: a hook of the layer, perhaps."""
         self._begin()
@@ -136,7 +137,7 @@ class Watch:
         names: list[str] = []
         values: list[Any] = []
         self._watched = tables, names, values
-        self._parameters: list[tuple[dict[str, Any], str]] = []
+        self._in_places: list[Any] = []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._hook_tables: list[dict[int, Any]] = []
@@ -161,7 +162,11 @@ class Watch:
                 names.append(name)
                 values.append(module.__dict__.get(name))
                 self._hook_tables.append(values[-1])
-            self._parameters += ((parameters, name) for name in parameters)
+            for name, x in parameters.items():
+                tables.append(parameters)
+                names.append(name)
+                values.append(x)
+                self._in_places.append(x)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
                 look = partial(_versions, buffers)
@@ -170,7 +175,6 @@ class Watch:
                     attribute = Attribute(path, name, True)
                     if self._is_watched(attribute):
                         self._marks[attribute] = id(buffers[name]), *look()
-        self._in_places = [table.get(name) for table, name in self._parameters]
         for x in seen.values():
             if isinstance(x, Tensor):
                 self._contents.append((partial(version_in, x), version_in(x)))
@@ -193,24 +197,25 @@ class Watch:
             now = _inside(x)
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
-        return all(look() == before for look, before in self._contents)
+        return not self._contents or all(look() == was for look, was in self._contents)
 
     def has_hooks(self) -> bool:
         """Whether modules inside of the layer have hooks on their forward."""
         return any(self._hook_tables)
 
     def are_parameters_replaced(self) -> bool:
-        """Whether other tensors are in the places of parameters than when it looked last."""
-        before = self._in_places
-        self._in_places = [table.get(name) for table, name in self._parameters]
-        return not all(map(is_, self._in_places, before))
+        """Whether it has seen other tensors in the places of parameters since this was asked."""
+        found, self._is_replaced = self._is_replaced, False
+        return found
 
     def look(self) -> set[Attribute]:
         """Returns the attributes that have changed."""
         if self._is_same():
             return set()
         kept, marks = (self._watched, self._inside), self._marks
+        places = self._in_places
         self._begin()
+        self._is_replaced |= list(map(id, places)) != list(map(id, self._in_places))
         del kept
         both = {*marks, *self._marks}
         return {name for name in both if marks.get(name) != self._marks.get(name)}

@@ -50,12 +50,8 @@ class NotedProgram:
         """
         self.digest = _rolled(self.digest, repr((label, what)).encode())
         if label != "backward":
-            self._note_line(label)
-
-    def _note_line(self, label: str) -> None:
-        line = user_line()
-        if line != NO_LINE:
-            self.last = label, line
+            line = user_line()
+            self.last = self.last if line is NO_LINE else (label, line)
 
     def note_call(self, label: str, digest: int, arguments: Arguments) -> None:
         """Adds the call of an operation or layer to the digest of the program.
@@ -72,7 +68,8 @@ class NotedProgram:
             if type(x) is Value and x.account.name is not None:
                 found = found * 31 + sum(x.account.name)
         self.digest = found & DIGEST_MASK
-        self._note_line(label)
+        line = user_line()
+        self.last = self.last if line is NO_LINE else (label, line)
 
     def note_generators(self) -> None:
         """Adds the state of torch's generators to the digest. NumPy's and Python's draws are in it

@@ -194,7 +194,9 @@ class Transfers(NotedProgram):
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
             self._require_as_sent(account, label)
-        if with_gradient and account.requires_grad and not self.graphs.is_used(account):
+        graph = account.graph
+        is_open = graph is None or not self.graphs.is_used(account)
+        if with_gradient and account.requires_grad and is_open:
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None

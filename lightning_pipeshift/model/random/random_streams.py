@@ -34,14 +34,6 @@ def stream_seed(*key: int | str) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-def _mixed(number: int) -> int:
-    """The mixing step of SplitMix64 (Steele, Lea and Flood 2014, figure 16)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK_64
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return number ^ (number >> 31)
-
-
 # The last seed of NumPy's and Python's global generators, and their mark behind it.
 _seeded: tuple[int, Any] = (0, None)
 
@@ -73,8 +65,13 @@ def set_host_state(state: Any) -> None:
 
 
 def numbered_seed(seed: int, number: int) -> int:
-    """The seed of one of many streams, faster than :func:`stream_seed`."""
-    return _mixed(seed + number) >> 1
+    """The seed of one of many streams, faster than :func:`stream_seed`: by the mixing step of
+    SplitMix64 (Steele, Lea and Flood 2014, figure 16).
+    """
+    found = (seed + number + 0x9E3779B97F4A7C15) & _MASK_64
+    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (found ^ (found >> 31)) >> 1
 
 
 class drawing_from:
