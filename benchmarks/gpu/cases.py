@@ -288,7 +288,7 @@ def payloads_over(backend: Backend, is_shared: bool, rank: int) -> Iterator[None
     hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     with (
         mock.patch.dict(os.environ, hosts),
-        mock.patch.object(connection, "payload_backend", return_value=backend),
+        mock.patch.object(connection, "backend_of_sums", return_value=backend),
         mock.patch.object(connection, "payload_address", return_value=None),
     ):
         yield

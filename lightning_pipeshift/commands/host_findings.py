@@ -76,7 +76,7 @@ def _software() -> Iterator[Finding]:
     if not there["gloo"]:
         advice = "install a torch that has gloo: all control messages use it"
     elif torch.accelerator.is_available() and not there["NCCL"]:
-        advice = "install a torch with NCCL: without it tensors of GPUs go through host memory"
+        advice = "install a torch with NCCL: without it GPUs sum gradients by way of the host"
     yield Finding("backends", ", ".join(name for name, has in there.items() if has), advice)
 
 

@@ -30,7 +30,7 @@ def broadcast(connection: Connection, value: T, source: int) -> T:
         return value
     world = connection.replicas.world
     mine = value if connection.replicas.rank == source else None
-    # Not a message: in the middle of a step, the receive of another message may be posted already.
+    # Not a message: in the middle of a step, another one may be on its way.
     found: T = world.gather(mine)[source]
     return found
 

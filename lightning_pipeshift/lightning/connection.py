@@ -16,7 +16,7 @@ from lightning_pipeshift.lightning.job import Job, RankPlace, meet
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS
-from lightning_pipeshift.runtime.comm.backends import payload_address, payload_backend
+from lightning_pipeshift.runtime.comm.backends import backend_of_sums, payload_address
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
@@ -169,7 +169,7 @@ class Connection:
 
     def _connect(self, topology: Topology, place: RankPlace, job: Job) -> Replicas:
         rank, device, watched = place.rank, place.device, job.board.watched
-        backend = payload_backend(device, self._options.process_group_backend, watched)
+        backend = backend_of_sums(device, self._options.process_group_backend, watched)
         groups, lanes = job.groups, self._lanes
         if groups is None or (groups.backend, groups.device) != (backend, device):
             groups = ProcessGroups(backend, device, watched, lanes)
@@ -191,6 +191,9 @@ class Connection:
         # In the order of the ranks: that of the stages may change.
         world = Channels(everyone, rank, device, watched, of_all, turns)
         world.shares_memory_with = machine.shares_memory_with
+        if topology.num_virtual_machines > 1:
+            # So that the links between virtual machines are measured.
+            world.share_memory(payload_address(device))
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
         return self._replicas

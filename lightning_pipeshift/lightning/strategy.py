@@ -66,8 +66,8 @@ class PipeShiftStrategy(StrategyHooks):
         gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
             for each layer that starts as soon as its gradient is ready; ``"allreduce"``, torch's
             own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default chosen by the devices. With
-            gloo, tensors on a GPU are sent through host memory.
+        process_group_backend: ``"nccl"`` or ``"gloo"``, which sums gradients over the virtual
+            machines; by default chosen by the devices. gloo does so by way of the host.
         timeout: how long a rank waits for other ranks at the start; and, if longer than half an
             hour, in each later operation.
         heartbeat_timeout: after how many seconds without a heartbeat a rank counts as gone, and the

@@ -90,6 +90,7 @@ class ContractFinder:
         args: Any,
         kwargs: Any,
         is_layer: bool = False,
+        is_torchs: bool | None = None,
     ) -> Contract | None:
         """Returns the contract of a call; ``None`` if what it gives depends on values.
 
@@ -98,12 +99,20 @@ class ContractFinder:
             args: its arguments, with values and real tensors, which stay as they are.
             kwargs: its keyword arguments.
             is_layer: a number that an operation returns, and not a layer, was read from values.
+            is_torchs: whether it runs torch's own code only: with these arguments that draws on all
+                tensors, or on none. An operator of a user's own may draw where nobody sees it.
         """
         self.num_runs += 1
-        found = self._run(function, args, kwargs, None)
+        if is_torchs is None:
+            is_torchs = _is_torchs(function)
+        if any(map(callable, pytree.tree_leaves((args, kwargs)))):
+            is_torchs = False
+        found = self._run(function, args, kwargs, None, is_torchs)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found
-        first, second = (self._run(function, args, kwargs, size) for size in _ASSUMED_SIZES)
+        first, second = (
+            self._run(function, args, kwargs, size, is_torchs) for size in _ASSUMED_SIZES
+        )
         if first is None or second is None or (not is_layer and _gives_numbers(first)):
             return None
         same = first.specs == second.specs and first.result == second.result
@@ -113,7 +122,12 @@ class ContractFinder:
         return replace(first, draws=True) if second.used <= first.used else None
 
     def _run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, assumed_size: int | None
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        assumed_size: int | None,
+        is_torchs: bool,
     ) -> Contract | None:
         states = host_state(), torch.get_rng_state()
         seed_host(0)
@@ -165,7 +179,7 @@ class ContractFinder:
                 for at, one in enumerate(stand_ins)
                 if version_of(one) != versions[at] or id(one) in watch.written
             },
-            draws=watch.draws or draws_on_host or not _is_torchs(function, args, kwargs),
+            draws=watch.draws or draws_on_host or not is_torchs,
             draws_on_host=draws_on_host,
         )
 
@@ -181,12 +195,8 @@ class ContractFinder:
         return rooted
 
 
-def _is_torchs(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call runs torch's own code only: with these arguments that draws on all tensors, or
-    on none. An operator of a user's own may draw where nobody sees it.
-    """
-    if any(map(callable, pytree.tree_leaves((args, kwargs)))):
-        return False
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is torch's own."""
     module = getattr(function, "__module__", None) or ""
     if isinstance(function, _IN_C):
         return not module or module.startswith("torch")

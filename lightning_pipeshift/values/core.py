@@ -108,8 +108,9 @@ class Core:
         """Whether parameters have another class now."""
         # The parameters and buffers, and the classes that they have in steps: found once in a run.
         self._placed: list[tuple[Tensor, type]] = []
-        # The classes that they have elsewhere.
+        # The classes that they have elsewhere, and the same by tensor if anything asks for it.
         self._classes: list[tuple[Tensor, type]] = []
+        self._own_classes: dict[Tensor, type] = {}
         self.last = "", ""
         """See :class:`Microbatch`; of the runs before."""
         self.compares_floats = True
@@ -241,6 +242,7 @@ class Core:
             ]
         # A move has changed some, perhaps.
         self._classes = classes = [(tensor, type(tensor)) for tensor, _ in self._placed]
+        self._own_classes = {}
         for tensor, cls in self._placed:
             tensor.__class__ = cls
         self.sees_parameters = True
@@ -255,7 +257,9 @@ class Core:
     @property
     def own_classes(self) -> dict[Tensor, type]:
         """The classes that parameters and buffers have outside of steps."""
-        return dict(self._classes)
+        if len(self._own_classes) != len(self._classes):
+            self._own_classes = dict(self._classes)
+        return self._own_classes
 
     def is_in_layer(self, tensor: Tensor) -> bool:
         """Whether a plain tensor of this stage shares its memory with a parameter or a buffer of a

@@ -28,6 +28,7 @@ from lightning_pipeshift.values.layer_contracts import (
     flags_of,
     hearing,
     leaving_flags,
+    runs_torch_only,
     set_flags,
     with_backward_hooks,
 )
@@ -160,7 +161,9 @@ def _found_contract(
     forward: Callable[..., Any] = hearing(fake, layer.plain_forward(fake), hooked)
     forward = with_state(fake, forward, state, layer.watch_of(fake), changed)
     forward = partial(leaving_flags, forward, flagged_in(fake), flags)
-    return core.finder.find(forward, args, kwargs, is_layer=True), changed
+    is_torchs = not hooked and runs_torch_only(layer.module, layer.own_forward)
+    found = core.finder.find(forward, args, kwargs, is_layer=True, is_torchs=is_torchs)
+    return found, changed
 
 
 def _runs_elsewhere(*_: object) -> None:

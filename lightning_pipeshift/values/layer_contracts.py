@@ -118,6 +118,25 @@ def kind_of(layer: nn.Module, forward: Any, without: Collection[Attribute]) -> A
     )
 
 
+def runs_torch_only(layer: nn.Module, forward: Any) -> bool:
+    """Whether a layer consists of torch's own modules, and calls no other functions.
+
+    Args:
+        layer: the layer.
+        forward: see :func:`kind_of`.
+    """
+    parts = [] if forward is None else [forward]
+    for path, module in layer.named_modules():
+        # The forward of a layer that is placed is in its attributes.
+        parts += (x for name, x in module.__dict__.items() if name != "forward" or path)
+        parts += (type(module), *forward_hooks_of(module).values(), *forward_pre_hooks(module))
+    return all(
+        (getattr(part, "__module__", None) or "").partition(".")[0] == "torch"
+        for part in parts
+        if callable(part)
+    )
+
+
 def _tensors(module: nn.Module, memo: dict[int, int]) -> Any:
     own = (*parameters_of(module).items(), *buffers_of(module).items())
     for name, tensor in own:

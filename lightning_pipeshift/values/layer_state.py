@@ -120,7 +120,6 @@ class Watch:
         self, layer: nn.Module, without: Collection[Attribute], shared: Collection[Attribute]
     ) -> None:
         self._layer, self._without, self._shared = layer, without, shared
-        self._is_replaced = False
         self.values: set[Attribute] = set()
         """The attributes in which user code has put values: a hook of the layer, perhaps."""
         self._begin()
@@ -137,7 +136,8 @@ class Watch:
         names: list[str] = []
         values: list[Any] = []
         self._watched = tables, names, values
-        self._in_places: list[Any] = []
+        # The same for parameters.
+        self._places: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
         # What else is compared, by identity and by value.
         self._inside: list[tuple[Any, tuple[Any, ...]]] = []
         self._hook_tables: list[dict[int, Any]] = []
@@ -163,10 +163,9 @@ class Watch:
                 values.append(module.__dict__.get(name))
                 self._hook_tables.append(values[-1])
             for name, x in parameters.items():
-                tables.append(parameters)
-                names.append(name)
-                values.append(x)
-                self._in_places.append(x)
+                self._places[0].append(parameters)
+                self._places[1].append(name)
+                self._places[2].append(x)
             if any(Attribute(path, name, True) in self._shared for name in buffers):
                 # Norms write to some of their buffers without counting that: one is for all.
                 look = partial(_versions, buffers)
@@ -204,18 +203,23 @@ class Watch:
         return any(self._hook_tables)
 
     def are_parameters_replaced(self) -> bool:
-        """Whether it has seen other tensors in the places of parameters since this was asked."""
-        found, self._is_replaced = self._is_replaced, False
-        return found
+        """Whether other tensors are in the places of parameters than when this was asked last."""
+        tables, names, before = self._places
+        if all(map(is_, map(dict.get, tables, names), before)):
+            return False
+        self._places = tables, names, list(map(dict.get, tables, names))
+        return True
 
     def look(self) -> set[Attribute]:
         """Returns the attributes that have changed."""
         if self._is_same():
             return set()
         kept, marks = (self._watched, self._inside), self._marks
-        places = self._in_places
+        _, _, in_places = self._places
         self._begin()
-        self._is_replaced |= list(map(id, places)) != list(map(id, self._in_places))
+        if len(in_places) == len(self._places[2]):
+            # Only who asks for them sees others.
+            self._places = *self._places[:2], in_places
         del kept
         both = {*marks, *self._marks}
         return {name for name in both if marks.get(name) != self._marks.get(name)}

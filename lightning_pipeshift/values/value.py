@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -325,11 +326,12 @@ def version_in(tensor: Tensor) -> int:
 def versions_in(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`version_in` of each, inside of :data:`without_torch_function_of_subclasses`."""
     tensors = list(tensors)
-    try:
-        return list(map(version_of, tensors))
-    except RuntimeError:
-        # Torch does not count writes to tensors of inference mode.
-        return list(map(counted_writes, tensors))
+    if not torch.is_inference_mode_enabled():
+        # An error costs more than to ask each.
+        with suppress(RuntimeError):
+            return list(map(version_of, tensors))
+    # Torch does not count writes to tensors of inference mode.
+    return list(map(counted_writes, tensors))
 
 
 def name_of(function: Callable[..., Any]) -> str:

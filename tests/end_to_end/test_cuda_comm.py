@@ -56,7 +56,7 @@ def trainer_on(backend: str, callbacks: Any = (), **settings: Any) -> L.Trainer:
     stages = int(os.environ["WORLD_SIZE"])
     # Only this rank's own is used.
     devices = [own_device()] * stages
-    vars(connection)["payload_backend"] = lambda *_: backend
+    vars(connection)["backend_of_sums"] = lambda *_: backend
     strategy = PipeShiftStrategy(parallel_devices=devices, **settings)
     return L.Trainer(strategy=strategy, callbacks=list(callbacks), max_epochs=1, **QUIET)  # type: ignore[arg-type]
 
@@ -156,10 +156,10 @@ def pass_a_tensor_round() -> list[float]:
     rounds = []
     for _ in range(3):
         if stage:
-            message = box.take_apart(stage - 1, "a total")
+            message = box.take_labelled(stage - 1, "a total")
             total = message.tensor(total.dtype, shape, channels.device) + stage
         if stage < last:
-            box.send_apart(stage + 1, "a total", total)
+            box.send_labelled(stage + 1, "a total", total)
             # What runs on the device after the send may change what was sent.
             total.fill_(-1)
         rounds.append(total.clone())

@@ -17,7 +17,7 @@ its payload was sent::
 A send is placed directly after the action that
 makes its data, and only waits until the neighbour has received earlier sends of its kind.
 
-Transfers between two neighbours in one direction match by order (NCCL has no tags). A row's
+Transfers between two neighbours in one direction match by order. A row's
 receives are in the order of the compute actions that need them, and its sends in the order of those
 that cause them. So the orders agree if two neighbours run their forwards in the same order, and
 their backwards in the same order. ``check`` proves that for a schedule.

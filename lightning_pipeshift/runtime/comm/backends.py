@@ -42,7 +42,7 @@ def device_of(device: torch.device) -> Device:
     return Device(host=network_host(), kind=kind)
 
 
-def payload_backend(device: torch.device, asked: str | None, watched: Watched) -> str:
+def backend_of_sums(device: torch.device, asked: str | None, watched: Watched) -> str:
     """Returns ``"nccl"`` if every rank has its own GPU and all GPUs are of the same vendor,
     otherwise ``"gloo"``, which copies through host memory. Every rank calls this.
 
@@ -60,8 +60,8 @@ def payload_backend(device: torch.device, asked: str | None, watched: Watched) -
     mixed = len({is_hip for _, is_hip in devices}) > 1
     if (shared or mixed) and asked is None:
         log.info(
-            "PipeShift: stages share a device, or their vendors differ, so NCCL does not carry"
-            " payloads."
+            "PipeShift: stages share a device, or their vendors differ, so NCCL does not sum"
+            " gradients."
         )
     return "gloo" if shared or mixed else "nccl"
 

@@ -127,35 +127,34 @@ def frame_of(key: Key, place: Place, content: Packed) -> Tensor:
     return frame
 
 
-def look_at(frame: Tensor) -> tuple[Kind, Form, int]:
-    """Returns of a frame what decides what to do with it: its kind, its form, and how many bytes
-    follow by gloo.
+def kind_and_size(frame: Tensor) -> tuple[Kind, Form, int]:
+    """Returns of a frame what decides what to do with it: its kind, its form, and how many bytes of
+    content come by gloo.
     """
     kind, form, num_bytes = _KIND_AND_FORM.unpack_from(frame.numpy().data)
     return _KINDS[kind], _FORMS[form], num_bytes
 
 
-def read_head(frame: Tensor, source: int) -> Head:
-    """Returns the decoded header of a frame.
+def split(frame: Tensor, num_bytes: int) -> tuple[bytes, Tensor]:
+    """Returns copies of a frame's header, and of the content that is in it. A content must not
+    share its memory with anything: who saves it may compress, or count, all of that.
+    """
+    return frame.numpy()[: _HEAD.size].tobytes(), frame[_HEAD.size : _HEAD.size + num_bytes].clone()
+
+
+def read_head(header: bytes, source: int) -> Head:
+    """Returns a decoded header.
 
     Args:
-        frame: received.
+        header: of the frame.
         source: the stage that has sent it.
     """
-    step, turn, kind, form, num_dims, is_view, part, serial, read_in, *rest = _HEAD.unpack_from(
-        frame.numpy().data
-    )
+    step, turn, kind, form, num_dims, is_view, part, serial, read_in, *rest = _HEAD.unpack(header)
     digest, num_bytes, label, line, *strides = rest
     key = Key(source, step, turn, _KINDS[kind], part, serial, read_in)
     place = Place(_text(label), digest, _text(line))
     kept = None if num_dims == _CONTIGUOUS else tuple(strides[:num_dims])
     return Head(key, place, _FORMS[form], num_bytes, kept, bool(is_view))
-
-
-def content_in(frame: Tensor, num_bytes: int) -> Tensor:
-    """Returns the content that is in a frame; a small one without the frame's memory."""
-    content = frame[_HEAD.size : _HEAD.size + num_bytes]
-    return content.clone() if 2 * num_bytes < frame.numel() else content
 
 
 def label_in_frame(label: str) -> str:

@@ -19,17 +19,17 @@ from lightning_pipeshift.devices.host_memory import pinned_like
 from lightning_pipeshift.devices.streams import is_asynchronous, on_this_device
 from lightning_pipeshift.runtime.comm.frames import (
     Form,
-    content_in,
-    look_at,
+    kind_and_size,
     new_frame,
     read_head,
+    split,
 )
 from lightning_pipeshift.runtime.comm.messages import Key, Kind, Message, Place
 from lightning_pipeshift.runtime.comm.sends import FRAME_TAG, PAYLOAD_TAG
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
-Received = tuple[int, Tensor, Tensor | None]
-"""The stage that has sent a message, its frame, and what came behind that."""
+Received = tuple[int, bytes, Tensor]
+"""The stage that has sent a message, its header, and its content."""
 
 
 class Inbox:
@@ -40,9 +40,10 @@ class Inbox:
         members: the group's member for each stage.
         ranks: the global rank of each stage.
         sources: the stages to receive from.
+        room_bytes: the most bytes of content in a frame.
         watched: the context to communicate in.
         device: where this stage computes.
-        heed: called in the thread of a source with a message that is no program's: its key, its
+        handle: called in the thread of a source with a message that is no program's: its key, its
             place, and its content.
         in_buffer: returns what a message's content is that is in shared memory: called with the
             source and with what the frame says.
@@ -57,24 +58,23 @@ class Inbox:
         room_bytes: int,
         watched: Watched,
         device: torch.device,
-        heed: Callable[[Key, Place, Any], None],
+        handle: Callable[[Key, Place, Any], None],
         in_buffer: Callable[[int, Tensor], Tensor],
     ) -> None:
         self._group, self._members, self._ranks = group, members, ranks
         self._watched, self._device = watched, device
-        self._heed, self._in_buffer = heed, in_buffer
-        self._room_bytes = room_bytes
+        self._handle, self._in_buffer = handle, in_buffer
         self.counts = [0] * len(ranks)
         """How many messages of programs have come from each stage."""
-        self.frames: dict[int, Tensor] = {}
-        """The memory for the next frame of each stage."""
+        self._frames = {source: new_frame(room_bytes) for source in sources}
         self.error: BaseException | None = None
         """Of a thread that could not receive, or send."""
         self._came: deque[Received] = deque()
         self._messages: dict[Key, Message] = {}
         # The number of the latest message, by source, step, turn and whether it is a gradient.
         self._latest: dict[tuple[int, ...], int] = {}
-        self._decoding = threading.Lock()
+        # A signal's handler may save a checkpoint in the middle of it.
+        self._decoding = threading.RLock()
         self._arrived = threading.Condition()
         self._num_waiting = 0
         self._threads = [
@@ -101,27 +101,27 @@ class Inbox:
 
     def _receive_all(self, source: int) -> None:
         try:
-            with self._watched(self._ranks[source]):
-                while self._receive(source):
-                    pass
+            while self._receive(source):
+                pass
         except BaseException as error:
             self.fail(error)
 
     def _receive(self, source: int) -> bool:
         # What is sent may be shorter.
-        frame = self.frames[source] = new_frame(self._room_bytes)
+        frame = self._frames[source]
         self._complete(frame, source, FRAME_TAG)
-        kind, form, num_bytes = look_at(frame)
+        kind, form, num_bytes = kind_and_size(frame)
+        header, content = split(frame, 0 if form is Form.BEHIND else num_bytes)
+        if form is Form.BEHIND:
+            content = self._host_memory(num_bytes)
+            self._complete(content, source, PAYLOAD_TAG)
         if kind.is_of_program:
-            behind = None
-            if form is Form.BEHIND:
-                behind = self._host_memory(num_bytes)
-                self._complete(behind, source, PAYLOAD_TAG)
+            self._came.append((source, header, content))
+            # Not before: what counts can be found.
             self.counts[source] += 1
-            self._came.append((source, frame, behind))
         else:
-            key, place, *_ = read_head(frame, source)
-            self._heed(key, place, content_in(frame, num_bytes))
+            key, place, *_ = read_head(header, source)
+            self._handle(key, place, content)
         self._wake()
         return kind is not Kind.END
 
@@ -132,7 +132,8 @@ class Inbox:
                 self._arrived.notify_all()
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
-        complete(self._group.recv([buffer], self._members[source], tag))
+        with self._watched(self._ranks[source]):
+            complete(self._group.recv([buffer], self._members[source], tag))
 
     def _host_memory(self, num_bytes: int) -> Tensor:
         like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
@@ -172,11 +173,13 @@ class Inbox:
         return latest < key.serial if key.kind is Kind.GRADIENT else latest > key.serial
 
     def pop(self, key: Key) -> Message | None:
-        """Returns a message, which is taken by that; ``None`` if it has not come."""
+        """Returns a message, which is taken by that; ``None`` if it has not come. One that came
+        while something was found that its source sent behind it is there by now.
+        """
         self._decode()
         return self._messages.pop(key, None)
 
-    def left(self) -> list[tuple[Key, Message]]:
+    def untaken(self) -> list[tuple[Key, Message]]:
         """The messages that are not taken."""
         self._decode()
         return list(self._messages.items())
@@ -193,17 +196,13 @@ class Inbox:
 
     def _decode(self) -> None:
         """Decodes what has come."""
-        if not self._came:
-            return
         with self._decoding:
             while self._came:
-                source, frame, data = self._came.popleft()
-                key, place, form, num_bytes, strides, is_view = read_head(frame, source)
-                found: Any = data
-                if form is Form.IN_FRAME:
-                    found = content_in(frame, num_bytes)
-                elif form is Form.IN_BUFFER:
-                    found = partial(self._in_buffer, source, content_in(frame, num_bytes))
+                source, header, content = self._came.popleft()
+                key, place, form, _, strides, is_view = read_head(header, source)
+                found: Any = None if form is Form.NOTHING else content
+                if form is Form.IN_BUFFER:
+                    found = partial(self._in_buffer, source, content)
                 if key.kind is not Kind.READ:
                     self._latest[_direction(key)] = key.serial
                 elif found is None and key in self._messages:

@@ -1,7 +1,7 @@
 """A lane sends objects, and tensors through host memory, between any two members of a process
 group.
 
-Payloads are sent through the channels; everything else (results, plans, parts of checkpoints,
+Values go through the mailbox; everything else (results, plans, parts of checkpoints,
 layers that move) is sent through a lane.
 """
 
@@ -92,18 +92,14 @@ class Sent:
         watched: the context to communicate in.
         peer: the rank that it is sent to.
         works: the posted operations.
-        first: what :meth:`wait` calls first; a thread may have to post the operations.
     """
 
     watched: Watched
     peer: int
     works: list[tuple[Any, Tensor]] = field(default_factory=list)
-    first: Callable[[], object] | None = None
 
     def wait(self) -> None:
         """Returns when the tensors may be reused."""
-        if self.first is not None:
-            self.first()
         with self.watched(self.peer):
             for work, _ in self.works:
                 complete(work)
@@ -289,16 +285,8 @@ class Lane:
             if isinstance(value, Tensor):
                 self.send_tensor(value, to)
 
-    def post_values(self, values: Mapping[Any, Any], to: int) -> list[Sent]:
-        """As :meth:`send_values`, without waiting: the tensors must not change any more. Returns
-        the sends, each of which the caller has to wait for.
-        """
-        self.send_object(_heads(values), to)
-        tensors = [value for value in values.values() if isinstance(value, Tensor)]
-        return [self._object_sends.pop(), *(self._post_tensor(tensor, to) for tensor in tensors)]
-
     def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
-        """Yields what :meth:`send_values` or :meth:`post_values` sends, name by name; tensors are
+        """Yields what :meth:`send_values` sends, name by name; tensors are
         on the CPU. The caller has to exhaust the iterator.
         """
         heads = self.receive_object(source)

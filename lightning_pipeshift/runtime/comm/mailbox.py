@@ -96,12 +96,12 @@ class Mailbox:
             self.room_bytes,
             watched,
             device,
-            self._heed,
+            self._handle,
             self._taken,
         )
         self._sends = Sends(group, members, ranks, watched, device, self._inbox.fail)
         # By sender and receiver.
-        self._num_apart: Counter[tuple[int, int]] = Counter()
+        self._num_labelled: Counter[tuple[int, int]] = Counter()
         self._ended: set[int] = set()
         # The phase of each stage, as far as it has told it.
         self._phases = [0] * self.num_stages
@@ -146,7 +146,7 @@ class Mailbox:
 
     # --- apart from programs ---
 
-    def send_apart(self, to: int, label: str, content: Tensor | None) -> None:
+    def send_labelled(self, to: int, label: str, content: Tensor | None) -> None:
         """Sends a tensor that is no value of a program. See :meth:`send`.
 
         Args:
@@ -154,21 +154,21 @@ class Mailbox:
             label: names it.
             content: the tensor; ``None``: there is none.
         """
-        self._num_apart[self.stage, to] += 1
-        self.send(to, self._key_apart(self.stage, to), Place(label, 0, ""), content)
+        self._num_labelled[self.stage, to] += 1
+        self.send(to, self._labelled_key(self.stage, to), Place(label, 0, ""), content)
 
-    def take_apart(self, source: int, label: str) -> Message:
-        """Waits for what another stage sends with :meth:`send_apart`.
+    def take_labelled(self, source: int, label: str) -> Message:
+        """Waits for what another stage sends with :meth:`send_labelled`.
 
         Args:
             source: the stage.
             label: as there.
         """
-        self._num_apart[source, self.stage] += 1
-        return self.take(self._key_apart(source, self.stage), Place(label, 0, ""))
+        self._num_labelled[source, self.stage] += 1
+        return self.take(self._labelled_key(source, self.stage), Place(label, 0, ""))
 
-    def _key_apart(self, source: int, to: int) -> Key:
-        return Key(source, _NO_RUN, 0, Kind.SUM, 0, self._num_apart[source, to])
+    def _labelled_key(self, source: int, to: int) -> Key:
+        return Key(source, _NO_RUN, 0, Kind.LABELLED, 0, self._num_labelled[source, to])
 
     def await_sent(self, kind: Kind, all_but: int = 0) -> None:
         """Waits until large tensors have been sent, and so take no memory.
@@ -263,7 +263,7 @@ class Mailbox:
 
     # --- receiving ---
 
-    def _heed(self, key: Key, place: Place, data: Any) -> None:
+    def _handle(self, key: Key, place: Place, data: Any) -> None:
         """Does what a message of another mailbox says: called in the thread of its source."""
         source = key.source
         if key.kind is Kind.TAKEN:
@@ -366,7 +366,7 @@ class Mailbox:
         if other is None:
             others = (
                 found.place
-                for one, found in self._inbox.left()
+                for one, found in self._inbox.untaken()
                 if one[:3] == key[:3] and (one.kind is Kind.GRADIENT) == (key.kind is Kind.GRADIENT)
             )
             other = next(others, None)
@@ -399,7 +399,7 @@ class Mailbox:
         self.flush(all_but)
         left = [
             (key, found)
-            for key, found in self._inbox.left()
+            for key, found in self._inbox.untaken()
             if key.step < step + (key.turn >= 0) and key.kind is not Kind.READ
         ]
         self._inbox.end_run(step)

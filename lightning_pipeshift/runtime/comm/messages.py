@@ -42,7 +42,7 @@ class Kind(enum.IntEnum):
     TOLD = 6
     PASSED = 7
     TAKEN = 8
-    SUM = 9
+    LABELLED = 9
 
     @property
     def is_of_program(self) -> bool:

@@ -231,7 +231,7 @@ class FailureBoard:
             self._peers.interval = min(self._peers.interval, LOOKS_EVERY_SECONDS)
             self._peers.ask()
 
-    def _heed_signal(self, peers: Peers) -> None:
+    def _handle_signal(self, peers: Peers) -> None:
         if self._signals.number is None:
             return
         num_done = sum(peers.counts.values()) + self._count()
@@ -292,7 +292,7 @@ class FailureBoard:
             with suppress(Exception):
                 self._look_for_lone_collective(peers)
             with suppress(Exception):
-                self._heed_signal(peers)
+                self._handle_signal(peers)
             return
         since = time.monotonic() - self._known_at
         if not self._is_over and since > _RESPITE_SECONDS:

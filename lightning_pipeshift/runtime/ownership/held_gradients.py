@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.parameters.absent import AbsentTensor
-from lightning_pipeshift.model.parameters.gradients import added, is_alone
+from lightning_pipeshift.model.parameters.gradients import is_alone
 from lightning_pipeshift.model.parameters.uses import ParameterUse, give_gradient
 from lightning_pipeshift.model.tensors.transfer import to_host
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
@@ -230,11 +230,14 @@ class HeldGradients:
                 start = self._receive(use, holders[place + 1])
             total, use.parameter.grad = use.parameter.grad, None
             if start is not None:
-                total = start if total is None else added(start, total)
+                # Nobody else has what has come.
+                total = start if total is None else start.add_(total)
+            elif total is not None and not place and not is_alone(total):
+                total = total.clone()
             if place:
                 self._send(use.name, total, holders[place - 1])
-            elif total is not None:
-                use.parameter.grad = total if is_alone(total) else total.clone()
+            else:
+                use.parameter.grad = total
 
     def _sharers(self, parameter: Tensor) -> list[int]:
         """The stages that add up a shared parameter's gradients, this one included. One that only
@@ -256,15 +259,15 @@ class HeldGradients:
                 use.parameter.grad = self._receive(use, first)
         if self.shared and self.mailbox is not None:
             # The optimizer may write to what has been sent.
-            self.mailbox.await_sent(Kind.SUM)
+            self.mailbox.await_sent(Kind.LABELLED)
 
     def _send(self, name: str, gradient: Tensor | None, to: int) -> None:
         assert self.mailbox is not None
-        self.mailbox.send_apart(to, name, gradient)
+        self.mailbox.send_labelled(to, name, gradient)
 
     def _receive(self, use: ParameterUse, source: int) -> Tensor | None:
         assert self.mailbox is not None
-        message = self.mailbox.take_apart(source, use.name)
+        message = self.mailbox.take_labelled(source, use.name)
         if message.data is None:
             return None
         like = use.parameter

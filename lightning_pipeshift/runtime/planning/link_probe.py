@@ -108,8 +108,9 @@ def _measure_link(world: Channels, mailbox: Mailbox, other: int) -> Link:
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            mailbox.send_apart(other, _LABEL, tensor)
-            back = mailbox.take_apart(other, _LABEL).tensor(torch.uint8, (num_bytes,), world.device)
+            mailbox.send_labelled(other, _LABEL, tensor)
+            message = mailbox.take_labelled(other, _LABEL)
+            back = message.tensor(torch.uint8, (num_bytes,), world.device)
             if back.device.type != "cpu":
                 back[0].item()  # waits for the device
             seconds.append((time.perf_counter() - begun) / 2)
@@ -143,9 +144,9 @@ def _echo(world: Channels, mailbox: Mailbox, other: int) -> None:
     while (asked := world.receive_object(other)) is not None:
         num_bytes, times = asked
         for _ in range(times):
-            message = mailbox.take_apart(other, _LABEL)
+            message = mailbox.take_labelled(other, _LABEL)
             received = message.tensor(torch.uint8, (num_bytes,), world.device)
-            mailbox.send_apart(other, _LABEL, received)
+            mailbox.send_labelled(other, _LABEL, received)
         mailbox.flush()
 
 

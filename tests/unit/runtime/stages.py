@@ -65,7 +65,7 @@ def let_gloo_stand_in() -> None:
 
     dist.new_group = made  # type: ignore[assignment]
     process_groups.nccl_options = lambda *_: None
-    vars(connection)["payload_backend"] = lambda *_: "nccl"
+    vars(connection)["backend_of_sums"] = lambda *_: "nccl"
 
 
 class Kernels:

@@ -57,14 +57,13 @@ def die_within_a_message(dead: int) -> None:
     channels, _ = connect()
     channels.gather(None)
     if channels.stage == 0:
-        sent = channels.post_values({"x": torch.zeros(40_000_000)}, 1)
+        sent = channels._post_tensor(torch.zeros(40_000_000), 1)
     if channels.stage == dead:
         os.kill(os.getpid(), signal.SIGKILL)
     if channels.stage == 0:
-        for each in sent:
-            each.wait()
+        sent.wait()
     else:
-        list(channels.receive_values(0))
+        channels.receive_tensor(torch.zeros(40_000_000), 0)
 
 
 @pytest.mark.parametrize("dead", [0, 1])

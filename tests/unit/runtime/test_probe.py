@@ -437,10 +437,10 @@ class OnAnotherDevice:
     def settle(self):
         pass
 
-    def send_apart(self, to, label, tensor):
+    def send_labelled(self, to, label, tensor):
         self.sent.append((tensor.device.type, tensor.numel()))
 
-    def take_apart(self, source, label):
+    def take_labelled(self, source, label):
         return SimpleNamespace(tensor=lambda *_: torch.zeros(1))
 
 

@@ -103,7 +103,7 @@ def await_payloads(mailbox: Mailbox, number: int) -> None:
     """Waits until so many payloads have come that nobody has taken yet; not for ever."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < deadline:
-        if sum(key.kind is Kind.VALUE for key, _ in mailbox._inbox.left()) >= number:
+        if sum(key.kind is Kind.VALUE for key, _ in mailbox._inbox.untaken()) >= number:
             return
         time.sleep(0.005)
     raise AssertionError("the payloads have not come")

@@ -255,7 +255,7 @@ class _InMemoryInbox(Inbox):
     def __init__(self, mailbox: InMemoryMailbox, stages: Stages) -> None:
         ranks = list(range(mailbox.num_stages))
         nowhere, cpu = lambda _: nullcontext(), torch.device("cpu")
-        about = mailbox.room_bytes, nowhere, cpu, mailbox._heed, mailbox._taken
+        about = mailbox.room_bytes, nowhere, cpu, mailbox._handle, mailbox._taken
         super().__init__(None, ranks, ranks, (), *about)
         self._stages, self._stage = stages, mailbox.stage
 
