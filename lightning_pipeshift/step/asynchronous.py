@@ -15,7 +15,6 @@ from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.comm.messages import Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
@@ -140,8 +139,8 @@ class AsynchronousPipeline(Pipeline):
         gathering = self.values.gathering
         gathering.end(*gathering.begin(None))
 
-    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
-        """Called before ``begin_minibatch``; returns updates that are to be made first.
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> None:
+        """Called before ``begin_minibatch``. Makes updates for which layers have come.
 
         Args:
             batch: the minibatch.
@@ -152,16 +151,20 @@ class AsynchronousPipeline(Pipeline):
             # This stage may wait for layers whose old owner waits for a suspended step of this one.
             self.steps.end()
         if self._minibatches is None:
-            return []
+            return
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
         moving = self.changes.on_their_way
-        plan, late = self.changes.before_turn(number, update, ends_update)
+        plan = self.changes.before_turn(number, update, ends_update)
         if plan is not None:
             self._come_into_force(plan)
         if plan is not None or moving != self.changes.on_their_way:
             self.planned.follow_with_memory(self.changes)
-        return late
+        self._make_late_updates()
+
+    def _make_late_updates(self) -> None:
+        self.late_updates.begin_step()
+        self.late_updates.make_due()
 
     def _come_into_force(self, plan: Plan) -> None:
         """Puts a plan in force, from the next minibatch on. Minibatches in flight have their values
@@ -220,25 +223,26 @@ class AsynchronousPipeline(Pipeline):
         if self._minibatches is not None:
             self._minibatches.versions.begin_anew()
 
-    def finish_updates(self) -> list[LateUpdate]:
-        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
+    def finish_updates(self) -> None:
+        """Called when :meth:`drain` is over: ends the moves that have begun, and makes the updates
         that are still to be made.
         """
         if self._minibatches is None:
-            return []
-        late = self.changes.settle(self._minibatches.next)
+            return
+        self.changes.settle(self._minibatches.next)
         self.planned.follow_with_memory(self.changes)
-        return late
+        self._make_late_updates()
 
     @contextmanager
     def updating(self, minibatch: Minibatch | None) -> Iterator[None]:
         """Context of an optimizer's step in an asynchronous schedule.
 
         Args:
-            minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
+            minibatch: the last one of the update; ``None`` for one that was late.
         """
         if minibatch is not None:
-            self.changes.withhold(minibatch.tag)
+            for parameters, is_due in self.changes.withheld():
+                self.late_updates.withhold(parameters, is_due, minibatch.tag)
         parameters = [use.parameter for use in self.held.held]
         with self.minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield

@@ -362,6 +362,6 @@ class SynchronousPipeline(Pipeline):
         """
         with run_by(None):
             if action.kind is Kind.FORWARD:
-                self.late_updates.finish_complete()
+                self.late_updates.make_due()
             else:
                 self.late_updates.finish()

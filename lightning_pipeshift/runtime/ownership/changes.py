@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration, Withheld
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 
@@ -199,9 +197,7 @@ class LiveChanges(Requests):
         """See :class:`Requests`; empty when the move is over."""
         return self.migration.layers if self.migration is not None else frozenset()
 
-    def before_turn(
-        self, minibatch: int, update: int, ends_update: bool
-    ) -> tuple[Plan | None, list[LateUpdate]]:
+    def before_turn(self, minibatch: int, update: int, ends_update: bool) -> Plan | None:
         """Prepares the stage for its next forward.
 
         Args:
@@ -210,14 +206,12 @@ class LiveChanges(Requests):
             ends_update: whether it is the last one of that update.
 
         Returns:
-            the plan that comes into force with it, if one does, and updates that are to be made
-            before it.
+            the plan that comes into force with it, if one does.
         """
         begins: Plan | None = None
-        late: list[LateUpdate] = []
         migration = self.migration
         if migration is not None:
-            late = migration.before_turn(minibatch, update, ends_update)
+            migration.before_turn(minibatch, update, ends_update)
             if migration.begin == minibatch:
                 begins, self.next = self.next, None
                 self._last, self._last_update = minibatch, migration.update
@@ -229,11 +223,12 @@ class LiveChanges(Requests):
             self.migration = self._start(self.next, minibatch)
             self.migration.recorder = self._recorder
             self.migration.before_turn(minibatch, update, ends_update)
-        return begins, late
+        return begins
 
-    def settle(self, minibatch: int) -> list[LateUpdate]:
+    def settle(self, minibatch: int) -> None:
         """Called when the pipeline is empty; see :meth:`LiveMigration.settle`."""
-        return self.migration.settle(minibatch) if self.migration is not None else []
+        if self.migration is not None:
+            self.migration.settle(minibatch)
 
     @property
     def num_waiting(self) -> int:
@@ -252,7 +247,6 @@ class LiveChanges(Requests):
         if self.migration is not None:
             self.migration.abandon()
 
-    def withhold(self, tag: Any) -> None:
-        """See :meth:`LiveMigration.withhold`."""
-        if self.migration is not None:
-            self.migration.withhold(tag)
+    def withheld(self) -> list[Withheld]:
+        """See :meth:`LiveMigration.withheld`."""
+        return self.migration.withheld() if self.migration is not None else []

@@ -163,6 +163,8 @@ class HeldGradients:
             keeps: whether they still have them afterwards.
         """
         self.hide()
+        # Those of an update that goes on may be withdrawn meanwhile, and remain so.
+        before, self._withdrawn = self._withdrawn, []
         self.withdraw()
         for parameter, gradient in gradients:
             give_gradient(parameter, gradient)
@@ -170,6 +172,7 @@ class HeldGradients:
         for parameter, _ in gradients if not keeps else ():
             parameter.grad = None
         _give(self._withdrawn)
+        self._withdrawn = before
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

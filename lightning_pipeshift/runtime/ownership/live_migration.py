@@ -21,14 +21,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold, other_state
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.transfers import (
     Message,
@@ -37,6 +36,9 @@ from lightning_pipeshift.runtime.ownership.transfers import (
     Transfers,
 )
 from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+
+Withheld = tuple[list[nn.Parameter], Callable[[], bool]]
+"""Parameters that cannot be updated yet, and whether they can be now."""
 
 
 class LiveMigration(Transfers):
@@ -76,9 +78,6 @@ class LiveMigration(Transfers):
         self._newest = newest
         self.sent_bytes = 0
         """The bytes of the weights that this stage has sent."""
-        self._late: list[tuple[Transfer, LateUpdate]] = []
-        """Updates of layers whose last weights have not come into use, and whose layers these are.
-        """
         self._is_placed = False
         self._start_threads()
 
@@ -138,28 +137,24 @@ class LiveMigration(Transfers):
 
     # --- a stage's turn ---
 
-    def before_turn(self, minibatch: int, update: int, ends_update: bool) -> list[LateUpdate]:
+    def before_turn(self, minibatch: int, update: int, ends_update: bool) -> None:
         """Prepares the stage for its next forward.
 
         Args:
             minibatch: its number.
             update: the number of the update that its gradient is part of.
             ends_update: whether it is the last one of that update.
-
-        Returns:
-            updates that are to be made before it.
         """
         if self.begin is None and ends_update and minibatch + 1 >= self.earliest:
             self.begin, self.update = minibatch + 1, update + 1
         self.send_newest(minibatch)
         if self.begin is None or minibatch < self.begin:
-            return []
+            return
         if not self._has_begun:
             self._begin()
         for incoming in self._incoming:
             self._install(incoming, self._version_for(incoming.peer, minibatch, update))
         self._free_if_acknowledged()
-        return self._take_late()
 
     def _version_for(self, source: int, minibatch: int, update: int) -> int:
         """How many updates are in the weights that a forward on this stage uses."""
@@ -214,34 +209,24 @@ class LiveMigration(Transfers):
         if version == self.update:
             self._take_optimizer_state(incoming)
 
-    def withhold(self, tag: Any) -> None:
-        """Called before an update of this stage: takes the gradients of layers whose last weights
-        have not come into use yet.
-
-        Args:
-            tag: what belongs to the update.
+    def withheld(self) -> list[Withheld]:
+        """Called before an update of this stage. Returns the parameters whose last weights have not
+        come into use yet, with what tells whether they have: their update has to wait.
         """
-        if not self._has_begun:
-            return
-        for incoming in self._incoming:
+        found: list[Withheld] = []
+        for incoming in self._incoming if self._has_begun else ():
             if incoming.version >= self.update:
                 continue
-            if self._versions.delays:
-                if self._versions.num_updates >= self.update:
-                    self._install(incoming, self.update)
-                continue
-            parameters = incoming.parameters.values()
-            gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-            for parameter, _ in gradients:
-                parameter.grad = None
-            if gradients:
-                self._late.append((incoming, LateUpdate(tag, gradients)))
+            if not self._versions.delays:
+                parameters = list(incoming.parameters.values())
+                found.append((parameters, partial(self._is_last, incoming)))
+            elif self._versions.num_updates >= self.update:
+                self._install(incoming, self.update)
+        return found
 
-    def _take_late(self) -> list[LateUpdate]:
-        """The updates of layers whose last weights have come into use."""
-        late = self._late
-        self._late = [each for each in late if each[0].version < self.update]
-        return [update for incoming, update in late if incoming.version >= self.update]
+    def _is_last(self, incoming: Transfer) -> bool:
+        """Whether the last weights have come into use."""
+        return incoming.version >= self.update
 
     # --- the end ---
 
@@ -273,19 +258,14 @@ class LiveMigration(Transfers):
         if not self._is_placed:
             self._place()
 
-    def settle(self, minibatch: int) -> list[LateUpdate]:
+    def settle(self, minibatch: int) -> None:
         """Called when the pipeline is empty: ends the move, if it has begun.
 
         Args:
             minibatch: the next one.
-
-        Returns:
-            updates that are still to be made.
         """
         self.send_newest(minibatch)
-        if not self._has_begun:
-            return []
-        for incoming in self._incoming:
-            self._install(incoming, self.update)
-        self.finish()
-        return self._take_late()
+        if self._has_begun:
+            for incoming in self._incoming:
+                self._install(incoming, self.update)
+            self.finish()

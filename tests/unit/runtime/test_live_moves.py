@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
+from lightning_pipeshift.runtime.gradients.late_updates import Gradients, LateUpdates
 from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -188,6 +189,8 @@ class OneStage:
         self.minibatches = Minibatches(runner, stage, case.num_stages, self.versions)
         start: Any = self._start_moving
         self.live = LiveChanges(case.num_stages, start)
+        self.late = LateUpdates()
+        self.late.make = self._make_up_for
         self.placement = case.stage_of
         self._placements: dict[int, Stages] = {}
 
@@ -269,12 +272,11 @@ class OneStage:
     def _train_on(self, number: int, ends_update: bool, num_gradients: int) -> None:
         if number:
             self._take_notice(number)
-            plan, late = self.live.before_turn(number, self.versions.update, ends_update)
+            plan = self.live.before_turn(number, self.versions.update, ends_update)
             if plan is not None:
                 found: Any = plan
                 self.placement = found
-            for update in late:
-                self._make_up_for(update)
+            self.late.make_due()
         self._placements[number] = self.placement
         self._seen.placements.setdefault(number, {})[self.stage] = self.placement
         given: Any = SimpleNamespace(number=number, ends_update=ends_update, tag=num_gradients)
@@ -302,7 +304,8 @@ class OneStage:
             self._network.settle("reports", self.stage, self.stage - 1, 2 * self.case.num_stages)
         if not minibatch.ends_update:
             return
-        self.live.withhold(minibatch.tag)
+        for parameters, is_due in self.live.withheld():
+            self.late.withhold(parameters, is_due, minibatch.tag)
         self._update(minibatch.tag, counts=True)
 
     def _update(self, num_gradients: int, counts: bool) -> None:
@@ -317,16 +320,16 @@ class OneStage:
         for parameter in held:
             parameter.grad = None
 
-    def _make_up_for(self, late: Any) -> None:
+    def _make_up_for(self, tag: Any, gradients: Gradients, _: bool) -> None:
         # The gradients of an update that has begun are elsewhere meanwhile.
         aside = [(weight, weight.grad) for weight in self.weights]
         for weight in self.weights:
             weight.grad = None
-        for parameter, gradient in late.gradients:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-        self._update(late.tag, counts=False)
-        for weight, gradient in aside:
-            weight.grad = gradient
+        self._update(tag, counts=False)
+        for weight, before in aside:
+            weight.grad = before
 
     def _drain(self) -> None:
         while self.minibatches.oldest is not None:
@@ -340,8 +343,8 @@ class OneStage:
                 self._network.send("changes", last, to, None)
         else:
             self._network.receive("changes", last, self.stage)
-        for update in self.live.settle(self.minibatches.next):
-            self._make_up_for(update)
+        self.live.settle(self.minibatches.next)
+        self.late.make_due()
 
 
 def run(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
