@@ -26,7 +26,7 @@ from lightning_pipeshift.lightning.optimizers import (
     step_with,
 )
 from lightning_pipeshift.lightning.steps import is_hook_used
-from lightning_pipeshift.runtime.gradients.late_updates import Gradients
+from lightning_pipeshift.model.parameters.gradients import Gradients
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -197,7 +197,7 @@ class LoopGradients:
             if pipeline.changes.last is not None:
                 # Layers are about to move.
                 pipeline.late_updates.finish()
-        pipeline.changes.weights_are_final()
+        pipeline.changes.weights_are_final(pipeline.num_steps_done)
 
     def update_late(self, tag: Any, gradients: Gradients, keeps_gradients: bool) -> None:
         """Makes an update that was late.

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.model.tensors.trees import WithoutMemory
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 class _Result(torch.autograd.Function):
@@ -48,6 +50,14 @@ def is_alone(tensor: Tensor) -> bool:
 def added(total: Tensor, part: Tensor) -> Tensor:
     """The sum of two gradients; in the memory of the first one, if it is alone there."""
     return total.add_(part) if is_alone(total) else total + part
+
+
+def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
+    """Returns the gradients of those parameters that have one, which then have none."""
+    found = [(x, x.grad) for x in parameters if x.grad is not None]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found
 
 
 def call_before_backward(results: Iterable[Any], function: Callable[[], None]) -> None:

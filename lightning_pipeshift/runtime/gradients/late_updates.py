@@ -32,6 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.model.parameters.gradients import Gradients, take_gradients
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 
 _NONE = -1
@@ -44,8 +45,6 @@ _HARMLESS: frozenset[Any] = frozenset(
     }
 )
 
-
-Gradients = list[tuple[nn.Parameter, Tensor]]
 
 MakeUpdate = Callable[[Any, Gradients, bool], None]
 """Makes an update, given its tag and the gradients of its parameters; the flag says whether these
@@ -123,7 +122,7 @@ class LateUpdates:
         def late(group: GradientGroup) -> _Late:
             def take() -> Gradients:
                 aggregation.finish_late(group)
-                found = _taken(group.parameters)
+                found = take_gradients(group.parameters)
                 for _, gradient in found if correction != 1.0 else ():
                     gradient.mul_(correction)
                 return found
@@ -142,7 +141,7 @@ class LateUpdates:
             is_due: whether it can be made.
             tag: is given back with the update.
         """
-        if gradients := _taken(parameters):
+        if gradients := take_gradients(parameters):
             self._waiting.append(_Late(parameters, is_due, lambda: gradients, tag=tag))
 
     # --- a step, in the order of the calls ---
@@ -188,8 +187,7 @@ class LateUpdates:
     def before_layer(self, number: int) -> None:
         """Updates a layer before it is used, and others whose sums are complete."""
         if number in self.layers:
-            due = [late for late in self._waiting if late.layer != number and late.is_due()]
-            self._make([*(late for late in self._waiting if late.layer == number), *due])
+            self._make([late for late in self._waiting if late.layer == number or late.is_due()])
 
     # --- whenever the values are needed ---
 
@@ -242,14 +240,6 @@ class LateUpdates:
         self._waiting = [late for late in self._waiting if late not in due]
         self._is_busy = False
         self.num_made += len(due)
-
-
-def _taken(parameters: Iterable[nn.Parameter]) -> Gradients:
-    """The gradients of parameters, which have none any more."""
-    found = [(x, x.grad) for x in parameters if x.grad is not None]
-    for parameter, _ in found:
-        parameter.grad = None
-    return found
 
 
 class _Guard(TorchFunctionMode):

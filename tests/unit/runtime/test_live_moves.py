@@ -19,15 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.model.parameters.gradients import Gradients
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.gradients.late_updates import Gradients, LateUpdates
-from lightning_pipeshift.runtime.ownership import transfers
-from lightning_pipeshift.runtime.ownership.changes import LiveChanges
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
+from lightning_pipeshift.runtime.ownership import migration, transfers
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
+from lightning_pipeshift.runtime.ownership.weight_versions import InFlight, WeightVersions
 from lightning_pipeshift.step.minibatches import Minibatches
 from tests.asynchronous_reference import _ends_of_groups, _newest
 from tests.cases import some
@@ -85,7 +86,7 @@ class Lane:
     def __init__(self, network: Network, number: int, stage: int, seen: Seen) -> None:
         self._network, self._name, self._stage = network, f"a move, lane {number}", stage
         self._sent_to: set[int] = set()
-        self._acknowledged = seen.acknowledged if number == transfers._ANSWERS else set()
+        self._acknowledged = seen.acknowledged if number == migration._RECEIPTS else set()
 
     def send_object(self, message: Any, to: int) -> None:
         self._sent_to.add(to)
@@ -188,39 +189,35 @@ class OneStage:
         runner: Any = self
         self.minibatches = Minibatches(runner, stage, case.num_stages, self.versions)
         start: Any = self._start_moving
-        self.live = LiveChanges(case.num_stages, start)
+        self.live = Changes(start)
         self.late = LateUpdates()
         self.late.make = self._make_up_for
         self.placement = case.stage_of
         self._placements: dict[int, Stages] = {}
 
-    def _start_moving(self, stage_of: Stages, minibatch: int) -> LiveMigration:
-        earliest = minibatch + 1
+    def _start_moving(self, stage_of: Stages, turn: Turn) -> Migration:
+        earliest = turn.number + 1
         for source, target in zip(self.placement, stage_of, strict=True):
             if source != target:
-                earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
+                earliest = max(earliest, cut_over(turn.number, source, min(source, target)))
         threads: Any = self._threads
-        return LiveMigration(
-            self.holdings,
-            stage_of,
-            [self.optimizer],
-            threads,
-            earliest,
-            self.versions,
-            self.minibatches.newest_update,
-        )
+        newest, num_stages = self.minibatches.newest_update, self.case.num_stages
+        in_flight = InFlight(self.versions, newest, earliest, num_stages)
+        move = Migration(self.holdings, stage_of, [self.optimizer], threads, in_flight)
+        move.before_turn(turn)
+        return move
 
     # --- the actions of a row ---
 
     def run(self, row: Row, ahead: Row) -> None:
         """Carries out a row."""
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        migration = self.live.migration
+        move = self.live.migration
         for action in row:
             self.versions.begin_action(action)
             do[action.kind](action.microbatch)
-            if migration is not None:
-                migration.end_action(action)
+            if move is not None:
+                move.end_action(action)
             self.versions.end_action(action)
 
     def _send(self, what: str, to: int, minibatch: int) -> None:
@@ -272,7 +269,9 @@ class OneStage:
     def _train_on(self, number: int, ends_update: bool, num_gradients: int) -> None:
         if number:
             self._take_notice(number)
-            plan = self.live.before_turn(number, self.versions.update, ends_update)
+            turn = Turn(number, self.versions.update, ends_update)
+            plan = self.live.before_turn(turn)
+            self.live.begin(turn)
             if plan is not None:
                 found: Any = plan
                 self.placement = found
@@ -304,8 +303,8 @@ class OneStage:
             self._network.settle("reports", self.stage, self.stage - 1, 2 * self.case.num_stages)
         if not minibatch.ends_update:
             return
-        for parameters, is_due in self.live.withheld():
-            self.late.withhold(parameters, is_due, minibatch.tag)
+        if self.live.migration is not None:
+            self.live.migration.withhold(self.late, minibatch.tag)
         self._update(minibatch.tag, counts=True)
 
     def _update(self, num_gradients: int, counts: bool) -> None:
@@ -315,8 +314,7 @@ class OneStage:
                 # All minibatches of an update belong to one owner.
                 assert parameter.grad is None or float(parameter.grad) == num_gradients
             self.optimizer.step()
-        if self.live.migration is not None:
-            self.live.migration.send_newest(self.minibatches.next)
+        self.live.weights_are_final(self.minibatches.next)
         for parameter in held:
             parameter.grad = None
 
@@ -343,7 +341,8 @@ class OneStage:
                 self._network.send("changes", last, to, None)
         else:
             self._network.receive("changes", last, self.stage)
-        self.live.settle(self.minibatches.next)
+        if self.live.migration is not None:
+            self.live.migration.settle(self.minibatches.next)
         self.late.make_due()
 
 
