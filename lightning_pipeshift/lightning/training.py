@@ -243,6 +243,7 @@ class TrainingSteps:
     # --- as AsynchronousTraining does otherwise ---
 
     _gradients_of = LoopGradients
+    """Makes :attr:`gradients`, given the Trainer and the pipeline."""
     value_hooks = HOOKS
     """The names of the hooks in which parameters are values."""
     steps_itself = False
