@@ -43,7 +43,7 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "forward": ("step.engine.SuspendableMicrobatch.advance", 20, "pipeline"),
     "backward": ("step.engine.Engine._run_backward", 20, "pipeline"),
     "rings": ("runtime.gradients.rings.Rings.start", 20, "replicas"),
-    "move": ("runtime.ownership.migration.Migration.start", 0, "moves"),
+    "move": ("runtime.ownership.migration.Migration.send_newest", 0, "moves"),
     "swap": ("runtime.offload.lending.Borrower.send", 5, "swaps"),
     "checkpoint": ("lightning.strategy.PipeShiftStrategy.save_checkpoint", 0, "saves"),
     "validation": ("lightning.evaluation.EvaluationSteps.run", 2, "validates"),

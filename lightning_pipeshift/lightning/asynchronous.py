@@ -40,7 +40,6 @@ from lightning_pipeshift.lightning.patches import HOOKS, Adjustments
 from lightning_pipeshift.lightning.steps import is_hook_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.tensors.transfer import to_device
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.step.asynchronous import AsynchronousPipeline
 from lightning_pipeshift.step.minibatches import Finished
 from lightning_pipeshift.step.training_batch import TrainingBatch
@@ -54,12 +53,14 @@ class Call:
     Args:
         number: counts the minibatches since the pipeline was empty.
         options: of the optimizer.
+        dtype: torch's default.
         step_of_loggers: under which its values are logged.
         position: of the loop, if a part of the minibatch's step may run in a later call.
     """
 
     number: int
     options: OptimizerOptions
+    dtype: torch.dtype
     step_of_loggers: int
     position: tuple[Any, ...] = ()
 
@@ -80,6 +81,7 @@ class _OwnGradients(LoopGradients):
     ``training_step`` makes the updates.
     """
 
+    _pipeline: AsynchronousPipeline
     is_in_optimizer_step = False
     """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
@@ -105,6 +107,9 @@ class _OwnGradients(LoopGradients):
         finally:
             self.is_in_optimizer_step = False
 
+    def _updating_late(self) -> AbstractContextManager[None]:
+        return self._pipeline.updating(None)
+
 
 class AsynchronousTraining(TrainingSteps):
     """The training steps of one run with an asynchronous schedule.
@@ -118,6 +123,7 @@ class AsynchronousTraining(TrainingSteps):
     # At these, each stage is at another batch.
     value_hooks = HOOKS - {"on_before_backward", *GRADIENT_HOOKS}
     steps_itself = True
+    _gradients_of = _OwnGradients
     gradients: _OwnGradients
     # It has no `training_step`, `manual_step` or `plain_training_step`: what would call them is
     # overridden, or never reached.
@@ -125,7 +131,6 @@ class AsynchronousTraining(TrainingSteps):
 
     def __init__(self, trainer: pl.Trainer, pipeline: AsynchronousPipeline, *rest: Any) -> None:
         super().__init__(trainer, pipeline, *rest)  # type: ignore[arg-type]
-        self.gradients = _OwnGradients(trainer, pipeline)
         self._arrived: deque[Finished] = deque()
         """Minibatches that have had their update here, and whose values are not logged yet."""
         self._number = 0
@@ -201,8 +206,7 @@ class AsynchronousTraining(TrainingSteps):
         self._number += 1
         ends_update = not given.accumulation.goes_on
         self._check_call(ends_update)
-        for late in pipeline.before_minibatch(given.batch, given.batch_idx, ends_update):
-            self._make_up_for(late)
+        pipeline.before_minibatch(given.batch, given.batch_idx, ends_update)
         has_stopped = trainer.should_stop
         with self._context():
             finished = pipeline.begin_minibatch(given, tag=call)
@@ -223,7 +227,8 @@ class AsynchronousTraining(TrainingSteps):
         trainer = self._trainer
         position = position_of(trainer) if self._pipeline.steps.leaves_tails else ()
         options = options_of(trainer.optimizers[0])
-        return Call(self._number, options, step_of_loggers(trainer), position)
+        dtype = torch.get_default_dtype()
+        return Call(self._number, options, dtype, step_of_loggers(trainer), position)
 
     @contextmanager
     def _in_call(self, call: Call | None) -> Iterator[None]:
@@ -251,8 +256,7 @@ class AsynchronousTraining(TrainingSteps):
                 break
             with run_by(None):
                 self._update(one)
-        for late in self._pipeline.finish_updates():
-            self._make_up_for(late)
+        self._pipeline.finish_updates()
         if is_resumable:
             self._pipeline.forget_older_weights()
         self._number = 0
@@ -302,16 +306,6 @@ class AsynchronousTraining(TrainingSteps):
             waiting = [minibatch.tag.options for minibatch in in_flight]
             step_with(trainer, one.minibatch.tag.options, counting=waiting)
         holdings.gradients.drop()
-
-    def _make_up_for(self, late: LateUpdate) -> None:
-        """Makes an update of layers that have moved here, or of shared parameters."""
-        for parameter, gradient in late.gradients:
-            parameter.grad = gradient
-        if late.gradients:
-            with self._pipeline.updating(None):
-                step_with(self._trainer, late.tag.options)
-        for parameter, _ in late.gradients:
-            parameter.grad = None
 
     # --- logging ---
 

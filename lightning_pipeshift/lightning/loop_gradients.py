@@ -26,7 +26,7 @@ from lightning_pipeshift.lightning.optimizers import (
     step_with,
 )
 from lightning_pipeshift.lightning.steps import is_hook_used
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
+from lightning_pipeshift.model.parameters.gradients import Gradients
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.values.microbatch import Microbatch
@@ -193,22 +193,33 @@ class LoopGradients:
         if pipeline.late_updates.is_pending:
             (optimizer,) = self._trainer.optimizers
             tag = _Tag(options_of(optimizer), torch.get_default_dtype())
-            pipeline.late_updates.begin(optimizer, tag, self._update_late)
+            pipeline.late_updates.begin(optimizer, tag)
             if pipeline.changes.last is not None:
                 # Layers are about to move.
                 pipeline.late_updates.finish()
-        pipeline.changes.weights_are_final()
+        pipeline.changes.weights_are_final(pipeline.num_steps_done)
 
-    def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
+    def update_late(self, tag: Any, gradients: Gradients, keeps_gradients: bool) -> None:
+        """Makes an update that was late.
+
+        Args:
+            tag: has the settings of the update.
+            gradients: of the parameters that it changes.
+            keeps_gradients: whether they still have them afterwards.
+        """
         with (
             run_by(None),
-            outside_of_steps(late.tag.dtype, self._pipeline.channels.device),
-            self.holdings.gradients.only(late.gradients, keeps_gradients),
+            outside_of_steps(tag.dtype, self._pipeline.channels.device),
+            self.holdings.gradients.only(gradients, keeps_gradients),
+            self._updating_late(),
         ):
-            step_with(self._trainer, late.tag.options)
+            step_with(self._trainer, tag.options)
         if keeps_gradients:
             with run_by(None):
                 self.holdings.gradients.show()
+
+    def _updating_late(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # --- norms: every rank calls each of these ---
 

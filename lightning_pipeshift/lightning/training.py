@@ -76,7 +76,8 @@ class TrainingSteps:
         self._context = context
         self._hosts = hosts
         self._say = say
-        self.gradients = LoopGradients(trainer, pipeline)
+        self.gradients = self._gradients_of(trainer, pipeline)
+        pipeline.late_updates.make = self.gradients.update_late
         self._num_steps = 0
         self._num_losses = 0
         self._accumulates = False
@@ -241,6 +242,8 @@ class TrainingSteps:
 
     # --- as AsynchronousTraining does otherwise ---
 
+    _gradients_of = LoopGradients
+    """Makes :attr:`gradients`, given the Trainer and the pipeline."""
     value_hooks = HOOKS
     """The names of the hooks in which parameters are values."""
     steps_itself = False

@@ -15,11 +15,10 @@ from lightning_pipeshift.plan.schedule.asynchronous import require_deepest_first
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.comm.messages import Key
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
-from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
-from lightning_pipeshift.runtime.ownership.changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
+from lightning_pipeshift.runtime.ownership.weight_versions import InFlight, WeightVersions
 from lightning_pipeshift.step.asynchronous_engine import AsynchronousEngine
 from lightning_pipeshift.step.checksum import require_same_end
 from lightning_pipeshift.step.minibatch_reports import MinibatchReports, UnderWay
@@ -60,8 +59,6 @@ class AsynchronousPipeline(Pipeline):
 
     _updates_apart = True
 
-    changes: LiveChanges
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         require_deepest_first(self.replicas.topology.stages_per_vm)
@@ -75,8 +72,7 @@ class AsynchronousPipeline(Pipeline):
             self.section,
             lambda: self._notices.asks_to_end,
         )
-        stages = max(self.replicas.topology.stages_per_vm)
-        self.changes = LiveChanges(stages, self._start_moving)
+        self.changes = Changes(self._start_moving)
         self._asked: list[Plan] = []
         """The plans that were asked for since the last minibatch; those of the first rank count."""
         self._old_aggregations: list[Aggregation] = []
@@ -140,28 +136,33 @@ class AsynchronousPipeline(Pipeline):
         gathering = self.values.gathering
         gathering.end(*gathering.begin(None))
 
-    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
-        """Called before ``begin_minibatch``; returns updates that are to be made first.
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> None:
+        """Called before ``begin_minibatch``. Makes updates for which layers have come.
 
         Args:
             batch: the minibatch.
             batch_idx: its index in the epoch.
             ends_update: whether the minibatch is the last one of its update.
         """
-        if self.changes.last is not None or self.changes.on_their_way:
+        if self.changes.last is not None or self.changes.moving.run:
             # This stage may wait for layers whose old owner waits for a suspended step of this one.
             self.steps.end()
         if self._minibatches is None:
-            return []
+            return
         self._take_notice(batch, batch_idx)
-        number, update = self._minibatches.next, self._minibatches.versions.update
-        moving = self.changes.on_their_way
-        plan, late = self.changes.before_turn(number, update, ends_update)
+        versions = self._minibatches.versions
+        turn = Turn(self._minibatches.next, versions.update, ends_update)
+        plan = self.changes.before_turn(turn)
+        self.changes.begin(turn)
         if plan is not None:
             self._come_into_force(plan)
-        if plan is not None or moving != self.changes.on_their_way:
             self.planned.follow_with_memory(self.changes)
-        return late
+        self.planned.follow_moves_with_memory(self.changes)
+        self._make_late_updates()
+
+    def _make_late_updates(self) -> None:
+        self.late_updates.begin_step()
+        self.late_updates.make_due()
 
     def _come_into_force(self, plan: Plan) -> None:
         """Puts a plan in force, from the next minibatch on. Minibatches in flight have their values
@@ -220,54 +221,52 @@ class AsynchronousPipeline(Pipeline):
         if self._minibatches is not None:
             self._minibatches.versions.begin_anew()
 
-    def finish_updates(self) -> list[LateUpdate]:
-        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
+    def finish_updates(self) -> None:
+        """Called when :meth:`drain` is over: ends the moves that have begun, and makes the updates
         that are still to be made.
         """
         if self._minibatches is None:
-            return []
-        late = self.changes.settle(self._minibatches.next)
+            return
+        if self.changes.migration is not None:
+            self.changes.migration.settle(self._minibatches.next)
         self.planned.follow_with_memory(self.changes)
-        return late
+        self._make_late_updates()
 
     @contextmanager
     def updating(self, minibatch: Minibatch | None) -> Iterator[None]:
         """Context of an optimizer's step in an asynchronous schedule.
 
         Args:
-            minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
+            minibatch: the last one of the update; ``None`` for one that was late.
         """
-        if minibatch is not None:
-            self.changes.withhold(minibatch.tag)
+        migration = self.changes.migration
+        if minibatch is not None and migration is not None:
+            migration.withhold(self.late_updates, minibatch.tag)
         parameters = [use.parameter for use in self.held.held]
         with self.minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
-        if self.changes.migration is not None:
-            self.changes.migration.send_newest(self.minibatches.next)
+        self.changes.weights_are_final(self.minibatches.next)
 
-    def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
+    def _start_moving(self, plan: Plan, turn: Turn) -> Migration:
         """Begins to move layers for a plan.
 
         Args:
             plan: the plan.
-            minibatch: the one before whose forward every stage calls this.
+            turn: the one before which every stage calls this.
         """
-        earliest = minibatch + 1
+        earliest = turn.number + 1
         # The same minibatch in all virtual machines, so that the owners of an update are known.
         for vm in range(self.replicas.count):
             stages = zip(self.plan.placement.stages(vm), plan.placement.stages(vm), strict=True)
             for source, target in stages:
                 if source != target:
-                    earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
-        return LiveMigration(
-            self.held,
-            plan.placement.stages(self.vm),
-            self.planned.optimizers,
-            self._threads,
-            earliest,
-            self.minibatches.versions,
-            self.minibatches.newest_update,
-        )
+                    earliest = max(earliest, cut_over(turn.number, source, min(source, target)))
+        num_stages, minibatches = max(self.replicas.topology.stages_per_vm), self.minibatches
+        in_flight = InFlight(minibatches.versions, minibatches.newest_update, earliest, num_stages)
+        stage_of, optimizers = plan.placement.stages(self.vm), self.planned.optimizers
+        migration = Migration(self.held, stage_of, optimizers, self._threads, in_flight)
+        migration.before_turn(turn)
+        return migration
 
     @property
     def minibatches(self) -> Minibatches:

@@ -30,7 +30,7 @@ from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.stalls import purpose
-from lightning_pipeshift.runtime.ownership.changes import Requests
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.planning.make_plan import Settings
 from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck
@@ -78,7 +78,7 @@ class Pipeline:
     _engine_class = Engine
     """The class of the engine that carries out this pipeline's schedule."""
 
-    changes: Requests
+    changes: Changes
     """The plans that come into force after the present one."""
 
     def __init__(

@@ -27,7 +27,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.replica_sync import match_replicas
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
-from lightning_pipeshift.runtime.ownership.changes import Requests
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
 from lightning_pipeshift.runtime.planning.replanning import Replanning
@@ -215,15 +215,18 @@ class PlannedStage:
 
     # --- under a plan ---
 
-    def follow_with_memory(self, changes: Requests) -> None:
+    def follow_with_memory(self, changes: Changes) -> None:
         """Keeps tensors on this stage as the plan in force says.
 
         Args:
             changes: the plans that come into force next.
         """
-        self.in_memory.follow(
-            self.plan, self.held, self.optimizers, changes.on_their_way, changes.held_twice
-        )
+        self.in_memory.follow(self.plan, self.held, self.optimizers, changes.moving)
+
+    def follow_moves_with_memory(self, changes: Changes) -> None:
+        """As :meth:`follow_with_memory`, if other layers move than when it was called last."""
+        if self.in_memory.moving != changes.moving:
+            self.follow_with_memory(changes)
 
     def say_who_has_no_work(self, has_moved: bool) -> None:
         """Tells the user which stages have nothing to compute.

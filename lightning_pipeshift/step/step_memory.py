@@ -26,6 +26,7 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.migration import Moving
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.values.saves import Saves, Where
 from lightning_pipeshift.values.value import Value
@@ -58,7 +59,7 @@ class StepMemory:
         self._channels = channels
         self._planning = planning
         self.memory = memory
-        self.held_twice: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        self.moving = Moving()
         """The layers that move, when the memory was last told of the plan."""
         self._store: ActivationStore | None = None
         """While a training step runs, what keeps its saved tensors within the budget."""
@@ -73,8 +74,7 @@ class StepMemory:
         plan: Plan,
         holdings: Holdings,
         optimizers: Sequence[Optimizer],
-        on_their_way: frozenset[int],
-        held_twice: tuple[frozenset[int], frozenset[int]],
+        moving: Moving,
     ) -> None:
         """Keeps tensors as a plan says, from now on.
 
@@ -82,20 +82,19 @@ class StepMemory:
             plan: the plan in force.
             holdings: the parameters and buffers of this stage.
             optimizers: those of the run.
-            on_their_way: the layers that come to this stage or leave it while steps run.
-            held_twice: as :attr:`Requests.held_twice`.
+            moving: the layers that take memory because they move.
         """
+        self.moving = moving
         memory = self.memory
         if memory is None:
             return
         stage = self._channels.stage
         own = plan.placement.layers_of(self._vm, stage)
         counted = self._planning.stage_bytes(plan, self._vm, stage)
-        self.held_twice = held_twice
         memory.follow(
             plan,
             self._vm,
-            counted.taken({*own, *on_their_way}, *held_twice),
+            counted.taken({*own, *moving.run}, moving.leaving, moving.copied),
             self._planning.profiler.expected_bytes,
         )
         self.note_state_on_host(plan, holdings)

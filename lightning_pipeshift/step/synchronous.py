@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.tensors.microbatch import size_or_one, split
@@ -23,7 +22,7 @@ from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
 from lightning_pipeshift.step.checksum import require_same_end
 from lightning_pipeshift.step.losses import Losses
 from lightning_pipeshift.step.pipeline import Pipeline
@@ -42,11 +41,9 @@ class SynchronousPipeline(Pipeline):
     two steps.
     """
 
-    changes: Changes
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.changes = Changes(self._move, self._put_in_force)
+        self.changes = Changes(self._start_moving)
         self._votes = Votes(
             self.replicas.world,
             lambda: self.asks_to_end,
@@ -102,9 +99,8 @@ class SynchronousPipeline(Pipeline):
         self.planning.model.note_samples(sum(size for _, size in slices))
         self._begin_step(given, slices[0][0])
         report = self._run_microbatches(given, slices)
-        if self.changes.migration is not None:
-            # Optimizers' state may arrive until now, and weights of layers that were not called.
-            self._finish_change()
+        # Optimizers' state may arrive until now, and weights of layers that were not called.
+        self._finish_change()
         self._collect_gradients(given, report)
         self._end_step(given)
         return report
@@ -123,14 +119,16 @@ class SynchronousPipeline(Pipeline):
         self.check_batch(given.batch, given.batch_idx)
         self.prepare(self.key("train", given.step_number), given.step, part)
         self._votes.before_step()
+        self.planned.optimizers = given.optimizers
         self._change_owners(given)
-        self._follow_moves_with_memory()
+        self.planned.follow_moves_with_memory(self.changes)
 
     def _end_step(self, given: TrainingBatch) -> None:
         self._votes.after_step()
+        self.changes.begin(Turn(given.step_number))
         if given.accumulation.goes_on:
-            self.changes.weights_are_final()
-        self._follow_moves_with_memory()
+            self.changes.weights_are_final(given.step_number + 1)
+        self.planned.follow_moves_with_memory(self.changes)
         self.is_to_end = self._votes.are_for_end
         core = self.values.core
         if core.result_bytes and not self.planned.is_timed:
@@ -283,13 +281,13 @@ class SynchronousPipeline(Pipeline):
         now = self.changes.next or self.plan
         self.changes.request([plan] if at_once else self.planning.parts_of(now, plan))
 
-    def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
+    def _start_moving(self, plan: Plan, _: Turn) -> Migration:
         """Prepares the move of layers for a plan."""
         # The stages that the new owners are now.
         now = self.replicas.topology.ranks[self.vm]
         stages = [now.index(rank) for rank in plan.ranks[self.vm]]
         stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
-        return Migration(self.held, stage_of, optimizers, self._threads)
+        return Migration(self.held, stage_of, self.planned.optimizers, self._threads)
 
     def _put_in_force(self, plan: Plan) -> None:
         """Puts a plan in force, between two steps."""
@@ -308,27 +306,26 @@ class SynchronousPipeline(Pipeline):
             self.late_updates.finish()
         if self.changes.next is not None:
             self.values.match_holders()
-        self.changes.before_step(given.optimizers, given.keeps_gradients)
-        core, migration = self.values.core, self.changes.migration
-        if migration is None:
+        turn = Turn(given.step_number, keeps_gradients=given.keeps_gradients)
+        plan, migration = self.changes.before_turn(turn), self.changes.migration
+        if plan is None or migration is None:
             return
+        self._put_in_force(plan)
         if not self.is_automatic or given.keeps_gradients:
             # The step itself updates the weights, or adds to the gradients.
             self._finish_change()
             return
         for layer in migration.awaited:
-            core.await_before(layer, migration.await_layer)
+            self.values.core.await_before(layer, migration.await_layer)
 
     def _finish_change(self) -> None:
-        if self.changes.finish():
+        migration = self.changes.migration
+        if migration is not None and not migration.is_over:
+            migration.finish()
             self.planned.say_who_has_no_work(has_moved=True)
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
-
-    def _follow_moves_with_memory(self) -> None:
-        if self._in_memory.held_twice != self.changes.held_twice:
-            self.planned.follow_with_memory(self.changes)
 
     def _open_mail(self) -> None:
         """Carries out requests from other processes, and decisions of the first rank."""
@@ -361,6 +358,6 @@ class SynchronousPipeline(Pipeline):
         """
         with run_by(None):
             if action.kind is Kind.FORWARD:
-                self.late_updates.finish_complete()
+                self.late_updates.make_due()
             else:
                 self.late_updates.finish()

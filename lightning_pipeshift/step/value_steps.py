@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.module_private import without_compiling
 from lightning_pipeshift.compat.torch_private import (
-    storage_key_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.parameters.absent import swap
@@ -34,10 +33,10 @@ from lightning_pipeshift.step.gathering import Gathering, of_its_own
 from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.tails import Tails
 from lightning_pipeshift.step.training_batch import UserStep
-from lightning_pipeshift.values.account import SEVERAL, Account
+from lightning_pipeshift.values.account import SEVERAL
 from lightning_pipeshift.values.calls import CallWatch
 from lightning_pipeshift.values.core import Core
-from lightning_pipeshift.values.kept import KeptOfLayer, Where, memory_of
+from lightning_pipeshift.values.kept import KeptOfLayer, by_memory, memory_of
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import Value, run_by, running, set_program
@@ -335,20 +334,24 @@ class ValueSteps:
             for _, x in self._kept():
                 if isinstance(x, Value) and (is_over or not self._remains(x)):
                     mine.setdefault(x.account.name, []).append(x)
-            here = {name: x.account for name, (x, *_) in mine.items() if x.account.owner == stage}
+            here = {
+                name: cast(Tensor, x.account.tensor)
+                for name, (x, *_) in mine.items()
+                if x.account.owner == stage
+            }
             for owner in range(self._channels.num_stages):
-                groups = _by_memory(here) if owner == stage else None
-                for names, places in self.share(groups, owner):
-                    # One memory at a time.
-                    tensor = here[names[0]].tensor if owner == stage else None
-                    if tensor is not None and places is not None:
+                for places in self.share(by_memory(here) if owner == stage else None, owner):
+                    # One memory at a time; of one that a single value has, only its part.
+                    tensor = here[next(iter(places))] if owner == stage else None
+                    if tensor is not None and len(places) > 1:
                         tensor = memory_of(tensor)
                     found = self.share(to_host(tensor) if owner == stage else None, owner)
                     place = torch.device("cpu") if is_over else self._channels.device
                     common = of_its_own(to_device(found, place))
-                    for at, name in enumerate(names):
+                    for name, where in places.items():
                         for value in mine.get(name, ()):
-                            fresh = common.detach() if places is None else places[at].within(common)
+                            is_alone = len(places) == 1
+                            fresh = common.detach() if is_alone else where.within(common)
                             if isinstance(value, nn.Parameter):
                                 fresh = nn.Parameter(fresh, value.requires_grad)
                             swap(value, fresh)
@@ -387,20 +390,6 @@ class ValueSteps:
 
 def _owners(stage_of: Sequence[int]) -> Callable[[int, int], int]:
     return lambda number, _: stage_of[number]
-
-
-def _by_memory(here: Mapping[Any, Account]) -> list[tuple[list[Any], list[Where] | None]]:
-    """The names of this stage's values, by their memory, and where several are in one."""
-    groups: dict[int, list[Any]] = {}
-    for name, account in here.items():
-        assert account.tensor is not None
-        groups.setdefault(storage_key_of(account.tensor), []).append(name)
-    return [
-        (names, [Where.of(cast(Tensor, here[name].tensor)) for name in names])
-        if len(names) > 1
-        else (names, None)
-        for names in groups.values()
-    ]
 
 
 # So much of what hooks have computed from several layers every stage gets at an epoch's end.

@@ -52,6 +52,14 @@ def memory_of(tensor: Tensor) -> Tensor:
     return whole.set_(tensor.untyped_storage())
 
 
+def by_memory(tensors: Mapping[Any, Tensor]) -> list[dict[Any, Where]]:
+    """For each memory that tensors have, where these are in it, by their names."""
+    found: dict[int, dict[Any, Where]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(storage_key_of(tensor), {})[name] = Where.of(tensor)
+    return list(found.values())
+
+
 class _Sent(NamedTuple):
     """A value on its way.
 
@@ -109,21 +117,19 @@ class KeptOfLayer:
         """
         found: dict[Any, Any] = {}
         of_layer = {storage_key_of(x): at for at, x in enumerate(self._own) if not x.is_meta}
-        numbers: dict[int, int] = {}
-        for name, (account, *_) in self._accounts.items():
-            tensor = account.tensor
-            if tensor is None:
-                # Garbage that only this rank's Python still has to collect.
-                continue
-            key = storage_key_of(tensor)
-            where = Where.of(tensor)
-            if key in of_layer:
-                found[name] = _Sent(None, of_layer[key], where)
-                continue
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                found[numbers[key]] = memory_of(tensor)
-            found[name] = _Sent(numbers[key], None, where)
+        # Those without one are garbage that only this rank's Python still has to collect.
+        tensors = {
+            name: account.tensor
+            for name, (account, *_) in self._accounts.items()
+            if account.tensor is not None
+        }
+        for number, places in enumerate(by_memory(tensors)):
+            tensor = tensors[next(iter(places))]
+            own = of_layer.get(storage_key_of(tensor))
+            if own is None:
+                found[number] = memory_of(tensor)
+            memory = number if own is None else None
+            found |= {name: _Sent(memory, own, where) for name, where in places.items()}
         return found
 
     def arrive(self, to: int, sent: Mapping[Any, Any]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.transfers import MessageKind
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
+from lightning_pipeshift.runtime.ownership.transfers import Incoming, MessageKind, Outgoing
 
 
 class Moment(enum.Enum):
@@ -67,11 +67,11 @@ def watch_moves(reach: Callable[[Moment], None]) -> None:
         inner(*args, **kwargs)
         reach(Moment.ANNOUNCED)
 
-    def turn(inner: Any, self: LiveMigration, minibatch: int, *args: Any) -> Any:
-        late = inner(self, minibatch, *args)
-        if self.begin == minibatch:
+    def turn(inner: Any, self: Migration, turn: Turn) -> Any:
+        is_cut_over = inner(self, turn)
+        if is_cut_over:
             reach(Moment.CUT_OVER)
-        return late
+        return is_cut_over
 
     def thread(inner: Any, *args: Any) -> None:
         # What this thread sends or receives belongs to the move.
@@ -108,10 +108,10 @@ def watch_moves(reach: Callable[[Moment], None]) -> None:
                 reach(Moment.STATE)
         return inner(self, *args)
 
-    around(LiveMigration, "__init__", announced)
-    around(LiveMigration, "before_turn", turn)
-    for name in ("_send", "_take_in"):
-        around(LiveMigration, name, thread)
+    around(Migration, "__init__", announced)
+    around(Migration, "before_turn", turn)
+    around(Outgoing, "send", thread)
+    around(Incoming, "receive", thread)
     for name in ("send_object", "receive_object"):
         around(Lane, name, tell)
     for name in ("send_tensor", "receive_into"):

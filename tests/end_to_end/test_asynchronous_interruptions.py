@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.cases import some
 from tests.end_to_end.moments_of_moves import WAYS, Moment, Way, around, watch_moves
@@ -127,8 +127,8 @@ def end_each(folder: str, cases: Sequence[tuple[Case, int | Moment, int]]) -> li
     taken_away, found = TakenAway(), []
     watch_moves(taken_away.reach)
     for name in ("settle", "finish"):
-        around(LiveMigration, name, taken_away.let_go)
-    around(LiveMigration, "_await", taken_away.let_go_if_late)
+        around(Migration, name, taken_away.let_go)
+    around(Migration, "_await", taken_away.let_go_if_late)
     for number, (case, at, rank) in enumerate(cases):
         taken_away.begin(at if int(os.environ["RANK"]) == rank else None)
         checkpoint = ModelCheckpoint(f"{folder}/{number}", save_top_k=0)

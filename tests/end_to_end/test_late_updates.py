@@ -77,7 +77,7 @@ def in_all_ways(how: Mapping[str, Any], run: Callable[[Any], Any]) -> int:
 
     def counting(self: LateUpdates, number: int) -> None:
         nonlocal num_late
-        num_late += number in self._groups
+        num_late += number in self.layers
         before_layer(self, number)
 
     LateUpdates.before_layer = counting  # type: ignore[method-assign]

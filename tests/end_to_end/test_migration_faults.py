@@ -36,7 +36,7 @@ from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.waits import complete
 from lightning_pipeshift.runtime.ownership.held_gradients import HeldGradients
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.migration import _FINAL, Migration
+from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.transfers import MessageKind
 from lightning_pipeshift.step.suspendable import SuspendableMicrobatch
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
@@ -57,7 +57,7 @@ Hears = Callable[[str], None]
 # old and the new owner tell each other is a message: both ends call one of these for it.
 _CALLS: list[tuple[Any, str, str]] = [
     (Migration, "__init__", "begin"),
-    (Migration, "begin", "cut"),
+    (Migration, "_begin_step", "cut"),
     (Lane, "send_tensor", "message"),
     (Lane, "receive_into", "message"),
     (Lane, "send_object", "message"),
@@ -75,9 +75,9 @@ _CALLS: list[tuple[Any, str, str]] = [
 _NEVER_SENT = 1 << 30
 
 
-def is_of_final_weights(message: Any) -> bool:
-    """Whether it is the first part of a message with weights that do not change any more."""
-    return isinstance(message, tuple) and message[:2] == (MessageKind.WEIGHTS, _FINAL)
+def is_of_the_rest(message: Any) -> bool:
+    """Whether it is the first part of the first message since the new owners own."""
+    return isinstance(message, tuple) and message[:1] == (MessageKind.STATE,)
 
 
 def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> None:
@@ -123,7 +123,7 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 raise
             if moment == "early message 3":
                 all_early.set()
-            if any(map(is_of_final_weights, (result, *args[:1]))):
+            if any(map(is_of_the_rest, (result, *args[:1]))):
                 is_settled = True
             if after is not None:
                 after(moment)
@@ -139,8 +139,8 @@ class Point(enum.Enum):
     """Points of a move of one block, in front of a call.
 
     Early go its weight and its bias, each behind a message that says so. Then the new owners own:
-    one more early message says that the weight that was sent still holds, and one message that the
-    bias does. Two say what comes then, and have what it keeps besides (nothing). Two say that the
+    one more early message says that what it keeps besides comes, and one message has it (nothing).
+    Two say that the weight and the bias that were sent still hold. Two say that the
     optimizer's state comes last, and what it has: for the weight and the bias the optimizer's step
     and three averages, in a message each. Back goes the receipt.
     """
@@ -736,17 +736,17 @@ def test_the_old_owner_computes_while_weights_leave(undisturbed: Undisturbed) ->
     hold = Hold(way.old, Point.BEFORE_ANYTHING_IS_SENT.value, "forward 1 ends", way.old)
     old, new, _ = held_up(way, hold, undisturbed)
     require_order(old, "forward 1 ends", "early message 0 ends")
-    require_order(new, "message 1 ends", "forward 0 ends")
+    require_order(new, "message 3 ends", "forward 0 ends")
 
 
 def test_weights_leave_before_the_step_that_needs_them(undisturbed: Undisturbed) -> None:
-    """The old owner has ended its step; the first stage has not, and goes on only when they are
-    there.
+    """The old owner has ended its step, when a move begins; the first stage has not, and goes on
+    only when they are there.
     """
     way = WAYS["1 to 2"]
     hold = Hold(way.third, "early batch end 0", "early message 3 ends", way.old)
     third, old, _ = held_up(way, hold, undisturbed)
-    require_order(old, "early collect 0 ends", "early message 3 ends")
+    require_order(old, "begin 0 ends", "early message 3 ends")
     require_order(third, "early batch end 0 ends", "cut 0 begins")
 
 
@@ -755,7 +755,7 @@ def test_a_layer_waits_for_its_own_weights_alone(undisturbed: Undisturbed) -> No
     way = WAYS["1 to 0"]
     hold = Hold(way.old, Point.BEFORE_ANYTHING_IS_SENT.value, "block 0 ends", way.new)
     new, _, _ = held_up(way, hold, undisturbed)
-    require_order(new, "block 0 ends", "early message 0 ends", "message 1 ends", "forward 0 ends")
+    require_order(new, "block 0 ends", "early message 0 ends", "message 3 ends", "forward 0 ends")
 
 
 def test_the_old_owner_lets_go_when_the_new_one_has_said_that_it_has_everything(

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import num_other_uses
 from lightning_pipeshift.model.tensors.trees import WithoutMemory
+
+Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 class _Result(torch.autograd.Function):
@@ -43,11 +45,6 @@ def is_alone(tensor: Tensor) -> bool:
     if tensor.requires_grad or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return not tensor.is_inference() and num_other_uses(tensor) <= 0
-
-
-def added(total: Tensor, part: Tensor) -> Tensor:
-    """The sum of two gradients; in the memory of the first one, if it is alone there."""
-    return total.add_(part) if is_alone(total) else total + part
 
 
 def call_before_backward(results: Iterable[Any], function: Callable[[], None]) -> None:

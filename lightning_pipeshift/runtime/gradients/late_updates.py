@@ -1,8 +1,10 @@
-"""Optimizer steps of single layers, each made when the layer's own gradient is summed.
+"""Optimizer steps of some of a stage's layers, made when what they wait for is there.
 
-The next step's forwards begin while gradients of later layers are still on their way (Tsinghua's
-"method and system for accelerating distributed machine learning"; Geryon, INFOCOM 2020): a layer is
-updated before its own next forward, or earlier, with another layer, if its sum is complete then.
+One waits for the sum of its gradient: the next step's forwards begin while gradients of later
+layers are still on their way (Tsinghua's "method and system for accelerating distributed machine
+learning"; Geryon, INFOCOM 2020). A layer is updated before its own next forward, or earlier, with
+another layer, if its sum is complete then. In an asynchronous pipeline, one waits for the layer's
+last weights, which another stage sends.
 
 Whatever reads or writes a parameter, or the optimizer's state of one, in between finds it updated:
 until then a
@@ -17,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
+from lightning_pipeshift.model.parameters.gradients import Gradients, take_gradients
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 
 _NONE = -1
@@ -43,37 +46,44 @@ _HARMLESS: frozenset[Any] = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class LateUpdate:
-    """An update of some parameters that follows the stage's own.
+MakeUpdate = Callable[[Any, Gradients, bool], None]
+"""Makes an update, given its tag and the gradients of its parameters; the flag says whether these
+remain afterwards."""
+
+
+@dataclass(eq=False)
+class _Late:
+    """Parameters whose update waits.
 
     Args:
+        parameters: they.
+        is_due: whether the update can be made without waiting.
+        take: waits for the gradients, and takes them from the parameters.
+        layer: the one whose sum it waits for; ``None``: it waits for what nobody can hasten.
         tag: what the caller has said of the update's last batch.
-        gradients: of the parameters.
     """
 
-    tag: Any
-    gradients: list[tuple[nn.Parameter, Tensor]]
-
-
-MakeUpdate = Callable[[LateUpdate, bool], None]
-"""Makes an update; the flag says whether the gradients remain afterwards."""
+    parameters: Sequence[nn.Parameter]
+    is_due: Callable[[], bool]
+    take: Callable[[], Gradients]
+    layer: int | None = None
+    tag: Any = None
 
 
 class LateUpdates:
-    """The updates of one stage's layers whose gradients are still being summed."""
+    """The updates of one stage that are later than the stage's own: of layers whose gradients are
+    still being summed, and of those whose last weights have not come from another stage.
+    """
 
     def __init__(self) -> None:
-        self._aggregation: Aggregation | None = None
-        self._correction = 1.0
-        self._groups: dict[int, GradientGroup] = {}
-        """By layer, in call order."""
-        self._tag: Any = None
-        self._make: MakeUpdate | None = None
+        self._waiting: list[_Late] = []
+        """The oldest first, and the layers of one update in call order."""
+        self.make: MakeUpdate | None = None
+        """Makes an update."""
         self._is_in_step = False
         self._is_busy = False
         """Whether updates are being made, or one has failed."""
-        self._layer_of: dict[int, int] = {}
+        self._late_of: dict[int, _Late] = {}
         """By the memory of a parameter that is still to be updated, and of its optimizer state."""
         self._guard = _Guard(self)
         self._thread = threading.get_ident()
@@ -87,10 +97,15 @@ class LateUpdates:
 
     @property
     def is_pending(self) -> bool:
-        """Whether any layer is still to be updated."""
-        return bool(self._groups)
+        """Whether any parameters are still to be updated."""
+        return bool(self._waiting)
 
-    # --- a step, in the order of the calls ---
+    @property
+    def layers(self) -> list[int]:
+        """The layers that are updated when their sums are complete."""
+        return [late.layer for late in self._waiting if late.layer is not None]
+
+    # --- what waits ---
 
     def take(
         self, aggregation: Aggregation, groups: Iterable[GradientGroup], correction: float
@@ -99,70 +114,87 @@ class LateUpdates:
 
         Args:
             aggregation: sums their gradients.
-            groups: one for each layer.
+            groups: one for each layer, in call order.
             correction: a factor for the sums, not 0.
         """
-        assert not self._groups
-        self._aggregation, self._correction, self._make = aggregation, correction, None
-        self._groups = {group.number: group for group in groups}
+        assert not self._waiting
 
-    def begin(self, optimizer: Optimizer, tag: Any, make: MakeUpdate) -> None:
-        """Called when the optimizer has stepped.
+        def late(group: GradientGroup) -> _Late:
+            def take() -> Gradients:
+                aggregation.finish_late(group)
+                found = take_gradients(group.parameters)
+                for _, gradient in found if correction != 1.0 else ():
+                    gradient.mul_(correction)
+                return found
+
+            return _Late(group.parameters, lambda: group.is_complete, take, group.number)
+
+        self._waiting = list(map(late, groups))
+
+    def withhold(
+        self, parameters: Sequence[nn.Parameter], is_due: Callable[[], bool], tag: Any
+    ) -> None:
+        """Lets an update of some parameters wait, and takes their gradients.
+
+        Args:
+            parameters: those with a gradient are to be updated.
+            is_due: whether it can be made.
+            tag: is given back with the update.
+        """
+        if gradients := take_gradients(parameters):
+            self._waiting.append(_Late(parameters, is_due, lambda: gradients, tag=tag))
+
+    # --- a step, in the order of the calls ---
+
+    def begin(self, optimizer: Optimizer, tag: Any) -> None:
+        """Called when the optimizer has stepped, and has left out some layers.
 
         Args:
             optimizer: the optimizer.
             tag: is given back with the updates.
-            make: makes one.
         """
         self._is_in_step = False
         is_first, self._is_first = self._is_first, False
-        if not self._groups:
-            return
-        self._tag, self._make = tag, make
-        self._layer_of, num_without_state = {}, 0
-        for layer, group in self._groups.items():
-            for parameter in group.parameters:
+        self._late_of, num_without_state = {}, 0
+        for late in self._waiting:
+            late.tag = tag
+            for parameter in late.parameters:
                 entry = optimizer.state.get(parameter) or {}
                 num_without_state += not entry
                 for tensor in (parameter, *entry.values()):
                     if isinstance(tensor, Tensor):
-                        self._layer_of[_memory(tensor)] = layer
-        self._layer_of.pop(_NONE, None)
+                        self._late_of[_memory(tensor)] = late
+        self._late_of.pop(_NONE, None)
         # An update that makes state is made at once: what is not there cannot be watched. (Without
         # any state, the optimizer keeps none.)
         if num_without_state and (is_first or any(optimizer.state.values())):
             self.finish()
-        elif self._groups:
-            self._guard.enter()
-            if self.await_before is not None:
-                for layer in self._groups:
-                    self.await_before(layer, self.before_layer)
+            return
+        self._guard.enter()
+        if self.await_before is not None:
+            for layer in self.layers:
+                self.await_before(layer, self.before_layer)
 
     def begin_step(self) -> None:
         """Ends the watch of parameters: in a step, the uses of layers are known."""
         self._is_in_step = True
         self._guard.leave()
 
-    def finish_complete(self) -> None:
-        """Makes the updates whose sums are complete."""
-        self._finish([layer for layer, group in self._groups.items() if group.is_complete])
+    def make_due(self) -> None:
+        """Makes the updates that need not wait any more."""
+        self._make([late for late in self._waiting if late.is_due()])
 
     def before_layer(self, number: int) -> None:
         """Updates a layer before it is used, and others whose sums are complete."""
-        if number in self._groups:
-            others = [
-                layer
-                for layer, group in self._groups.items()
-                if layer != number and group.is_complete
-            ]
-            self._finish([number, *others])
+        if number in self.layers:
+            self._make([late for late in self._waiting if late.layer == number or late.is_due()])
 
     # --- whenever the values are needed ---
 
     def finish(self) -> None:
-        """Makes all updates that are still to be made; none if one has failed."""
+        """Makes all updates that wait for sums; none if one has failed."""
         if not self._is_busy:
-            self._finish(list(self._groups))
+            self._make([late for late in self._waiting if late.layer is not None])
         self._guard.leave()
 
     def before_fork(self) -> None:
@@ -177,9 +209,9 @@ class LateUpdates:
         lists and dicts.
         """
         if isinstance(values, Tensor):
-            layer = self._layer_of.get(_memory(values), _NONE)
-            if layer in self._groups and not self._is_busy:
-                self._finish([layer])
+            late = self._late_of.get(_memory(values))
+            if late is not None and late in self._waiting and not self._is_busy:
+                self._make([late])
         elif isinstance(values, (tuple, list)):
             for value in values:
                 self.before_use(value)
@@ -194,30 +226,20 @@ class LateUpdates:
         self._is_busy = True
         self._guard.leave()
 
-    def _finish(self, layers: Collection[int]) -> None:
-        if not layers:
+    def _make(self, due: Sequence[_Late]) -> None:
+        if not due:
             return
-        assert self._aggregation is not None
-        assert self._make is not None
-        # After an error it remains so, and so do the groups: the model is in no step's state.
+        assert self.make is not None
+        # After an error it remains so, and they still wait: the model is in no step's state.
         self._is_busy = True
-        gradients = []
-        for layer in layers:
-            group = self._groups[layer]
-            self._aggregation.finish_late(group)
-            for parameter in group.parameters:
-                gradient = parameter.grad
-                if gradient is not None:
-                    if self._correction != 1.0:
-                        gradient.mul_(self._correction)
-                    gradients.append((parameter, gradient))
-                    parameter.grad = None
-        if gradients:
-            self._make(LateUpdate(self._tag, gradients), not self._is_in_step)
-        for layer in layers:
-            del self._groups[layer]
+        # Sums that wait are all of one update; what waits for weights may be of several.
+        summed = [late for late in due if late.layer is not None]
+        for together in (summed, *([late] for late in due if late.layer is None)):
+            if gradients := [each for late in together for each in late.take()]:
+                self.make(together[0].tag, gradients, not self._is_in_step)
+        self._waiting = [late for late in self._waiting if late not in due]
         self._is_busy = False
-        self.num_made += len(layers)
+        self.num_made += len(due)
 
 
 class _Guard(TorchFunctionMode):

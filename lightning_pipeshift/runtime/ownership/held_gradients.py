@@ -19,7 +19,7 @@ from lightning_pipeshift.compat.torch_private import (
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.model.parameters.absent import AbsentTensor
-from lightning_pipeshift.model.parameters.gradients import is_alone
+from lightning_pipeshift.model.parameters.gradients import Gradients, is_alone, take_gradients
 from lightning_pipeshift.model.parameters.uses import ParameterUse, give_gradient
 from lightning_pipeshift.model.tensors.transfer import to_host
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
@@ -27,8 +27,6 @@ from lightning_pipeshift.runtime.comm.messages import Kind
 from lightning_pipeshift.runtime.ownership.owner_table import OwnerTable
 
 _CLIPPED_NORM = 2.0
-
-Gradients = list[tuple[nn.Parameter, Tensor]]
 
 
 class HeldGradients:
@@ -56,6 +54,11 @@ class HeldGradients:
         self._replaces = self._adds = False
 
     @property
+    def _held(self) -> list[nn.Parameter]:
+        """The parameters held here."""
+        return [use.parameter for use in self._table.held]
+
+    @property
     def shared(self) -> list[ParameterUse]:
         """The parameters held here whose gradients stages add up."""
         return [use for use in self._table.held if use.is_shared and self.sums_shared]
@@ -67,12 +70,9 @@ class HeldGradients:
             keep: whether the present gradients are still needed.
             adds: the step adds its own to them, as a plain loop does: they stay where they are.
         """
-        self._aside, self._adds = [], adds
-        self._are_summed = False
-        for use in self._table.held if not adds else ():
-            if use.parameter.grad is not None and keep:
-                self._aside.append((use.parameter, use.parameter.grad))
-            use.parameter.grad = None
+        self._adds, self._are_summed = adds, False
+        before = take_gradients(self._held) if not adds else []
+        self._aside = before if keep else []
 
     def collect(
         self,
@@ -140,15 +140,11 @@ class HeldGradients:
 
     def withdraw(self) -> None:
         """Hides the gradients from Lightning and the optimizer, until :meth:`give_back`."""
-        for use in self._table.held:
-            if use.parameter.grad is not None:
-                self._withdrawn.append((use.parameter, use.parameter.grad))
-                use.parameter.grad = None
+        self._withdrawn += take_gradients(self._held)
 
     def drop(self) -> None:
         """Forgets the gradients, as an optimizer has used them."""
-        for use in self._table.held:
-            use.parameter.grad = None
+        take_gradients(self._held)
 
     def give_back(self) -> None:
         """Undoes :meth:`withdraw`."""
@@ -164,13 +160,14 @@ class HeldGradients:
             keeps: whether they still have them afterwards.
         """
         self.hide()
-        self.withdraw()
+        # Those of an update that goes on may be withdrawn meanwhile, and remain so.
+        others = take_gradients(self._held)
         for parameter, gradient in gradients:
             give_gradient(parameter, gradient)
         yield
         for parameter, _ in gradients if not keeps else ():
             parameter.grad = None
-        _give(self._withdrawn)
+        _give(others)
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

@@ -8,8 +8,9 @@ changes. So there are no more versions than minibatches in flight, and no copy w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -156,6 +157,24 @@ class WeightVersions:
         for key, weight in self._before.items():
             versions[key].add(weight.data_ptr())
         return max(map(len, versions.values()), default=1)
+
+
+class InFlight(NamedTuple):
+    """What a move has to know of minibatches in flight.
+
+    Args:
+        versions: the stage's weights.
+        newest: returns how many updates are in the weights that a stage uses in the forward of a
+            minibatch.
+        earliest: the first minibatch that may be the cut-over; the cut-over is the next one that
+            begins an update.
+        num_stages: of the deepest virtual machine.
+    """
+
+    versions: WeightVersions
+    newest: Callable[[int, int], int]
+    earliest: int
+    num_stages: int
 
 
 def _give(weights: Weights) -> None:

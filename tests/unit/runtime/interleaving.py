@@ -4,6 +4,7 @@ might, but one at a time and by a seed, so that an order that fails can be run a
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from collections import deque
@@ -161,6 +162,12 @@ class Queue:
     def get(self) -> Any:
         """See :class:`queue.SimpleQueue`."""
         self._order.wait_until(lambda: bool(self._items), "an item of a queue")
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        """See :class:`queue.SimpleQueue`."""
+        if not self._items:
+            raise queue.Empty
         return self._items.popleft()
 
 

@@ -19,14 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.model.parameters.gradients import Gradients
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
-from lightning_pipeshift.runtime.ownership import transfers
-from lightning_pipeshift.runtime.ownership.changes import LiveChanges
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
+from lightning_pipeshift.runtime.ownership import migration, transfers
+from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.weight_versions import WeightVersions
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
+from lightning_pipeshift.runtime.ownership.weight_versions import InFlight, WeightVersions
 from lightning_pipeshift.step.minibatches import Minibatches
 from tests.asynchronous_reference import _ends_of_groups, _newest
 from tests.cases import some
@@ -84,7 +86,7 @@ class Lane:
     def __init__(self, network: Network, number: int, stage: int, seen: Seen) -> None:
         self._network, self._name, self._stage = network, f"a move, lane {number}", stage
         self._sent_to: set[int] = set()
-        self._acknowledged = seen.acknowledged if number == transfers._ANSWERS else set()
+        self._acknowledged = seen.acknowledged if number == migration._RECEIPTS else set()
 
     def send_object(self, message: Any, to: int) -> None:
         self._sent_to.add(to)
@@ -187,37 +189,35 @@ class OneStage:
         runner: Any = self
         self.minibatches = Minibatches(runner, stage, case.num_stages, self.versions)
         start: Any = self._start_moving
-        self.live = LiveChanges(case.num_stages, start)
+        self.live = Changes(start)
+        self.late = LateUpdates()
+        self.late.make = self._make_up_for
         self.placement = case.stage_of
         self._placements: dict[int, Stages] = {}
 
-    def _start_moving(self, stage_of: Stages, minibatch: int) -> LiveMigration:
-        earliest = minibatch + 1
+    def _start_moving(self, stage_of: Stages, turn: Turn) -> Migration:
+        earliest = turn.number + 1
         for source, target in zip(self.placement, stage_of, strict=True):
             if source != target:
-                earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
+                earliest = max(earliest, cut_over(turn.number, source, min(source, target)))
         threads: Any = self._threads
-        return LiveMigration(
-            self.holdings,
-            stage_of,
-            [self.optimizer],
-            threads,
-            earliest,
-            self.versions,
-            self.minibatches.newest_update,
-        )
+        newest, num_stages = self.minibatches.newest_update, self.case.num_stages
+        in_flight = InFlight(self.versions, newest, earliest, num_stages)
+        move = Migration(self.holdings, stage_of, [self.optimizer], threads, in_flight)
+        move.before_turn(turn)
+        return move
 
     # --- the actions of a row ---
 
     def run(self, row: Row, ahead: Row) -> None:
         """Carries out a row."""
         do = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward}
-        migration = self.live.migration
+        move = self.live.migration
         for action in row:
             self.versions.begin_action(action)
             do[action.kind](action.microbatch)
-            if migration is not None:
-                migration.end_action(action)
+            if move is not None:
+                move.end_action(action)
             self.versions.end_action(action)
 
     def _send(self, what: str, to: int, minibatch: int) -> None:
@@ -269,12 +269,13 @@ class OneStage:
     def _train_on(self, number: int, ends_update: bool, num_gradients: int) -> None:
         if number:
             self._take_notice(number)
-            plan, late = self.live.before_turn(number, self.versions.update, ends_update)
+            turn = Turn(number, self.versions.update, ends_update)
+            plan = self.live.before_turn(turn)
+            self.live.begin(turn)
             if plan is not None:
                 found: Any = plan
                 self.placement = found
-            for update in late:
-                self._make_up_for(update)
+            self.late.make_due()
         self._placements[number] = self.placement
         self._seen.placements.setdefault(number, {})[self.stage] = self.placement
         given: Any = SimpleNamespace(number=number, ends_update=ends_update, tag=num_gradients)
@@ -302,7 +303,8 @@ class OneStage:
             self._network.settle("reports", self.stage, self.stage - 1, 2 * self.case.num_stages)
         if not minibatch.ends_update:
             return
-        self.live.withhold(minibatch.tag)
+        if self.live.migration is not None:
+            self.live.migration.withhold(self.late, minibatch.tag)
         self._update(minibatch.tag, counts=True)
 
     def _update(self, num_gradients: int, counts: bool) -> None:
@@ -312,21 +314,20 @@ class OneStage:
                 # All minibatches of an update belong to one owner.
                 assert parameter.grad is None or float(parameter.grad) == num_gradients
             self.optimizer.step()
-        if self.live.migration is not None:
-            self.live.migration.send_newest(self.minibatches.next)
+        self.live.weights_are_final(self.minibatches.next)
         for parameter in held:
             parameter.grad = None
 
-    def _make_up_for(self, late: Any) -> None:
+    def _make_up_for(self, tag: Any, gradients: Gradients, _: bool) -> None:
         # The gradients of an update that has begun are elsewhere meanwhile.
         aside = [(weight, weight.grad) for weight in self.weights]
         for weight in self.weights:
             weight.grad = None
-        for parameter, gradient in late.gradients:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-        self._update(late.tag, counts=False)
-        for weight, gradient in aside:
-            weight.grad = gradient
+        self._update(tag, counts=False)
+        for weight, before in aside:
+            weight.grad = before
 
     def _drain(self) -> None:
         while self.minibatches.oldest is not None:
@@ -340,8 +341,9 @@ class OneStage:
                 self._network.send("changes", last, to, None)
         else:
             self._network.receive("changes", last, self.stage)
-        for update in self.live.settle(self.minibatches.next):
-            self._make_up_for(update)
+        if self.live.migration is not None:
+            self.live.migration.settle(self.minibatches.next)
+        self.late.make_due()
 
 
 def run(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> Seen:

@@ -45,9 +45,9 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
-from lightning_pipeshift.runtime.ownership import transfers
+from lightning_pipeshift.runtime.ownership import migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.simulated.device import DataRaceError, SimulatedDevice
 from tests.unit.runtime.forgotten_waits import forget
@@ -640,7 +640,7 @@ def move_a_layer(forgets: bool) -> Any:
     channels = Channels(ranks, by_host.stage, GPU, board.watched, groups)
     with pytest.MonkeyPatch.context() as patch:
         if forgets:
-            forget(patch, transfers, "_mark", "wait")
+            forget(patch, migration, "_mark", "wait")
         try:
             with SimulatedDevice():
                 return _moved(channels)
@@ -662,8 +662,8 @@ def _moved(channels: Channels) -> dict[str, Tensor]:
     threads = Threads("moves", errors.append)
     for owner in (1, 0):
         move = Migration(holdings, [owner, owner, 1], [optimizer], threads)
-        move.start()
-        move.begin(keeps_gradients=False)
+        move.send_newest(1)
+        move.before_turn(Turn(1))
         if channels.stage == owner:
             move.await_layer(0)
             found = net.first(torch.ones(3, 4, device=GPU))
