@@ -47,6 +47,14 @@ def is_alone(tensor: Tensor) -> bool:
     return not tensor.is_inference() and num_other_uses(tensor) <= 0
 
 
+def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
+    """Returns the gradients of those parameters that have one, which then have none."""
+    found = [(x, x.grad) for x in parameters if x.grad is not None]
+    for parameter, _ in found:
+        parameter.grad = None
+    return found
+
+
 def call_before_backward(results: Iterable[Any], function: Callable[[], None]) -> None:
     """Calls a function whenever a backward reaches one of the tensors among a layer's results.
 
