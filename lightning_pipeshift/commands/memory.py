@@ -12,8 +12,8 @@ from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.memory_report import report
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.memory_report import report
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 
 

@@ -21,9 +21,9 @@ from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.tensors.microbatch import size_or_one
 from lightning_pipeshift.model.tensors.trees import address_of, leaves_of
 from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
-from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.plan.search.boundaries import Crossing
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup

@@ -18,10 +18,10 @@ from lightning_pipeshift.model.parameters.layers import (
     require_layers,
 )
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.flow import call_order
-from lightning_pipeshift.plan.partition.given_partition import num_layers_in
+from lightning_pipeshift.plan.search.given_partition import num_layers_in
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.measuring.measure import Figures
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.profile import SharedWeights
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
-from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.plan.search.boundaries import Crossing
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads

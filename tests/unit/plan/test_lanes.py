@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.lanes import (
     MOST_PIECES,
@@ -22,6 +21,7 @@ from lightning_pipeshift.plan.cost.ring_contention import Rings
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.measurements import Measured
 from tests.unit.plan.clusters import devices
 
 # --- shares ---

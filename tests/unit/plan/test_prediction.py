@@ -283,10 +283,7 @@ def test_an_asynchronous_optimizer_steps_after_each_backward():
 
 def endless(model, cluster, ranks, cuts, schedule="async"):
     workloads = [workload_of(model, cluster, machine, schedule, 1) for machine in ranks]
-    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted()
-    # The closed form omits nothing.
-    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == found.step_seconds
-    return found
+    return Pipelines(model, cluster, ranks, workloads, cuts).predicted()
 
 
 @pytest.mark.parametrize(
@@ -338,17 +335,3 @@ def test_equal_virtual_machines_are_simulated_once(monkeypatch):
     assert many.costs == two.costs[:1] * 300
     assert many.memory_bytes == two.memory_bytes[:1] * 300
     assert many.step_seconds - many.exposed_seconds == two.step_seconds - two.exposed_seconds
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-def test_the_closed_form_is_exact_for_equal_stages(stages, microbatches):
-    model = profile(stages, gradient=100, step_seconds=0.25)
-    cluster = Cluster(devices("a:X " * 2 * stages), inside=Link(0.0, 40))
-    ranks = [list(range(stages)), list(range(stages, 2 * stages))]
-    cuts = [Cut((1,) * stages)] * 2
-    workloads = [workload_of(model, cluster, machine, "1f1b", microbatches) for machine in ranks]
-    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted().step_seconds
-    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == pytest.approx(
-        found
-    )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
@@ -16,6 +15,7 @@ from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, P
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.make_plan import Settings

@@ -1,10 +1,10 @@
-"""The search for the best cut of a virtual machine, with the recomputation of its layers and the
-handling of every saved tensor, of optimizer state and of weights.
+"""The best cut of a virtual machine, with the recomputation of its layers and the handling of every
+saved tensor, of optimizer state and of weights.
 
-The exact solvers propose cuts, for several assumptions on the memory that saved tensors need: their
-closed forms know neither swaps nor what else moves. The best of these, and of cuts near them, is
-found with :mod:`~lightning_pipeshift.plan.offload.assignment_search`. Without
-``MemoryCompression`` nothing moves, and it is the same search with fewer options.
+The search of stages proposes cuts, as if layers saved only a part of their tensors: it does not
+know what moves. The best of these, and of cuts near them, is found with
+:mod:`~lightning_pipeshift.plan.search.assignment_search`. Without ``MemoryCompression`` nothing
+moves, and layers are kept or recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import numpy as np
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
 from lightning_pipeshift.plan.cost.cut import Counts, Cut
-from lightning_pipeshift.plan.offload.assignment_search import Search
-from lightning_pipeshift.plan.offload.budget_error import over_budget
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-from lightning_pipeshift.plan.partition.best_cut import best_cut_of, neighbours
-from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
-from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.infeasible import nothing_fits
+from lightning_pipeshift.plan.cost.workload import Workload
+from lightning_pipeshift.plan.search.assignment_search import AssignmentSearch
+from lightning_pipeshift.plan.search.boundaries import cuts_to_try, is_between_blocks
+from lightning_pipeshift.plan.search.budget_error import over_budget
+from lightning_pipeshift.plan.search.equal_counts import uniform
+from lightning_pipeshift.plan.search.infeasible import nothing_fits
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.stages import best_cut, neighbours
 
 
 def best_split(
@@ -43,80 +44,86 @@ def best_split(
         PlanError: nothing fits, and no saved tensor may be swapped.
         BudgetError: nothing fits; the message contains a budget for the first cut.
     """
+    workload = problem.workload
+    if counts is None:
+        return _of_proposals(problem, [cut.counts for cut in start])
     try:
-        if counts is None:
-            return _of_proposals(problem, start)
         return fastest(problem, [tuple(counts)])
     except BudgetError:
         if problem.policy is not None:
             raise
-        if counts is None:
-            raise nothing_fits(problem.workload, problem.recompute) from None
         # The memory is an estimate, and the user's cut is not: what holds least is tried.
         cut = Cut(tuple(counts))
-        least = problem.workload.everything_recomputed(counts)
+        least = cut if problem.recompute == "none" else workload.everything_recomputed(counts)
         of = problem.footprints.of
-        cut = cut if problem.recompute == "none" else least
-        return Compressed(cut, (), of(cut), of(Cut(cut.counts)))
+        return Compressed(least, (), of(least), of(cut))
 
 
-def _of_proposals(problem: Problem, start: Sequence[Cut]) -> Compressed:
+def _of_proposals(problem: Problem, given: Sequence[Counts]) -> Compressed:
     """The best of the proposed cuts, and of those near them. A new one inside of a block has to be
     much faster than the others: see :attr:`Effort.worth_inside`.
     """
-    worthwhile, given = _worthwhile(problem), {cut.counts for cut in start}
-    proposals = _proposals(problem, start)
-    usual = [
-        counts
-        for counts in proposals
-        if counts in given or is_between_blocks(problem.profile, counts)
-    ]
+    proposals = _proposals(problem, given)
+    usual = [c for c in proposals if c in given or is_between_blocks(problem.profile, c)]
     inside = [counts for counts in proposals if counts not in usual]
     found: list[tuple[float, Compressed]] = []
     error: BudgetError | None = None
     for cuts, worth in ((usual, 1.0), (inside, problem.effort.worth_inside)):
         # The step without swaps and recomputation is a lower bound.
-        least = min(
-            problem.workload.step_seconds([Cut(counts) for counts in cuts]), default=math.inf
-        )
+        least = min(problem.workload.step_seconds([*map(Cut, cuts)]), default=math.inf)
         if not cuts or (found and worth * least >= found[0][0]):
             continue
         try:
-            made = fastest(problem, cuts, worthwhile)
-        except BudgetError as nothing_fits:
-            error = error or without_stack(nothing_fits)
-            continue
-        found.append((worth * made.seconds, made))
-    if not found:
-        assert error is not None
-        raise error
-    return min(found, key=lambda each: each[0])[1]
+            made = fastest(problem, cuts, _worthwhile(problem))
+            found.append((worth * made.seconds, made))
+        except BudgetError as nothing:
+            error = error or without_stack(nothing)
+    if found:
+        return min(found, key=lambda each: each[0])[1]
+    if problem.policy is None:
+        raise nothing_fits(problem.workload, problem.recompute)
+    assert error is not None
+    raise error
 
 
-def _proposals(problem: Problem, start: Sequence[Cut]) -> list[Counts]:
+def _proposals(problem: Problem, given: Sequence[Counts]) -> list[Counts]:
     """Cuts to begin with: the best ones for several assumptions on the needed memory, the even
     one, and the given ones.
     """
-    workload, worthwhile = problem.workload, _worthwhile(problem)
-    given = [cut for cut in start if workload.is_allowed(cut)]
-    effort = problem.effort
+    workload, possible = problem.workload, problem.profile.possible_cuts
+    given = [counts for counts in given if workload.is_allowed(Cut(counts))]
     found = []
-    for part in effort.saved_parts if problem.policy is not None else (1.0,):
+    for part in problem.effort.saved_parts if problem.policy is not None else (1.0,):
         with suppress(PlanError):
             # As if the layers saved only a part of their tensors.
             saved, outside = part * workload.saved_bytes, part * workload.outside_bytes
             assumed = replace(workload, saved_bytes=saved, outside_bytes=outside)
-            cut = best_cut_of(assumed, worthwhile, problem.recompute, given, effort=effort)
-            found.append(cut.counts)
+            found.append(_best_of(problem, assumed, given))
     if found and problem.policy is None:
         return found
     if not found:
         boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
-        cut = best_cut_of(boundless, worthwhile, problem.recompute, effort=effort)
-        found.append(cut.counts)
-    even = uniform(workload.num_layers, workload.num_stages, problem.profile.possible_cuts)
-    found += [cut.counts for cut in (Cut(even), *given) if workload.is_allowed(cut)]
-    return list(dict.fromkeys(found))
+        found.append(_best_of(problem, boundless, given))
+    found.append(uniform(workload.num_layers, workload.num_stages, possible))
+    found += given
+    return [c for c in dict.fromkeys(found) if workload.is_allowed(Cut(c))]
+
+
+def _best_of(problem: Problem, workload: Workload, given: Sequence[Counts]) -> Counts:
+    """The best cut between blocks, unless one inside of a block is much faster."""
+
+    def best(workload: Workload) -> Counts:
+        there = [counts for counts in given if workload.is_allowed(Cut(counts))]
+        return best_cut(workload, problem.recompute, there, effort=problem.effort).counts
+
+    between = replace(workload, allowed=_worthwhile(problem))
+    anywhere = best(workload)
+    try:
+        found = best(between)
+    except PlanError:
+        return anywhere
+    seconds = workload.step_seconds([Cut(found), Cut(anywhere)])
+    return found if seconds[0] <= problem.effort.worth_inside * seconds[1] else anywhere
 
 
 def _worthwhile(problem: Problem) -> frozenset[int]:
@@ -172,14 +179,12 @@ def movable(problem: Problem, what: str) -> frozenset[int]:
             ``"waiting_bytes"``.
     """
     workload = problem.workload
-    if problem.policy is None or problem.profile.state_stays or workload.objective.is_pace:
+    if problem.policy is None or problem.profile.state_stays or workload.is_asynchronous:
         return frozenset()
     if not all(limit.host_bytes for limit in problem.limits):
         return frozenset()
-    sizes = getattr(workload, what)
-    return frozenset(
-        layer for layer, size in enumerate(sizes) if size >= problem.effort.smallest_bytes
-    )
+    sizes, least = getattr(workload, what), problem.effort.smallest_bytes
+    return frozenset(layer for layer, size in enumerate(sizes) if size >= least)
 
 
 def _with_less_moved(problem: Problem, moved: Compressed, name: str) -> Compressed:
@@ -246,7 +251,7 @@ def _climbed(
             is_over = found is not None and num_trials > most
             if is_over or (not best[0] and bounds[counts] * problem.effort.close >= best[1]):
                 break
-            search = Search(problem, Cut(counts))
+            search = AssignmentSearch(problem, Cut(counts))
             assigned, assignments = search.best(), search.assignments
             num_trials += assignments.num_trials
             excess = assignments.score(assigned).excess_bytes

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, without_stack
-from lightning_pipeshift.plan.arrange.groupings import candidate_counts
-from lightning_pipeshift.plan.arrange.num_microbatches import fewest
-from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.planner import arrange as best_arrangement
-from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.plan.search.grouping_search import fewest
+from lightning_pipeshift.plan.search.groupings import candidate_counts
+from lightning_pipeshift.plan.search.options import Options
+from lightning_pipeshift.plan.search.planner import arrange as best_arrangement
+from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
 from lightning_pipeshift.text import count_text
 
 

@@ -44,7 +44,7 @@ class Problem:
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
         weights_on_host: the layers whose weights are in host memory while they wait.
-        caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`, as for
+        caution: see :class:`~lightning_pipeshift.plan.search.request.PlanRequest`, as for
             ``effort``.
     """
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_pipeshift.errors import PartitionError
-from lightning_pipeshift.plan.partition.ranges import least_chain
+from lightning_pipeshift.plan.search.ranges import least_chain
 
 
 def uniform(

@@ -8,19 +8,19 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
 from lightning_pipeshift.plan.inputs.traffic import with_marks
-from lightning_pipeshift.plan.partition.best_cut import RECOMPUTE
-from lightning_pipeshift.plan.partition.given_partition import PartitionSpec
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     MOST_MICROBATCHES,
     schedule_named,
 )
+from lightning_pipeshift.plan.search.given_partition import PartitionSpec
+from lightning_pipeshift.plan.search.recomputation import RECOMPUTE
+from lightning_pipeshift.plan.search.request import PlanRequest
 
 _WORDS: Final = {
     "process_group_backend": (None, "nccl", "gloo"),

@@ -13,9 +13,9 @@ from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cost.layer_memory import momentary_bytes
 from lightning_pipeshift.plan.cost.sums import Numbers
 from lightning_pipeshift.plan.cost.workload import Workload
-from lightning_pipeshift.plan.partition.ranges import narrowest
-from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
+from lightning_pipeshift.plan.search.ranges import narrowest
+from lightning_pipeshift.plan.search.recomputation import Recomputation
 from lightning_pipeshift.text import ceil_bytes_text
 
 
@@ -29,7 +29,7 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
     It shows the cut that minimises the largest lack of memory of any stage, and names every remedy
     that is enough by itself.
     """
-    held = _held(workload, recompute)
+    held = Recomputation(workload, recompute).held
     _, counts = narrowest(_lacking(workload, held))
     bounds = np.cumsum([0, *counts]).tolist()
     stages = []
@@ -108,14 +108,7 @@ def _with_stages(workload: Workload, num_stages: int, usable_bytes: float) -> Wo
 
 
 def _fits(workload: Workload, recompute: str) -> bool:
-    return narrowest(_lacking(workload, _held(workload, recompute)))[0] <= 0
-
-
-def _held(workload: Workload, recompute: str) -> Numbers:
-    """As :func:`bytes_held`, but infinite if a stage can't have the range."""
-    possible = workload.possible_ranges
-    held: Numbers = np.where(possible, bytes_held(workload, recompute), math.inf)
-    return held
+    return narrowest(_lacking(workload, Recomputation(workload, recompute).held))[0] <= 0
 
 
 def _lacking(workload: Workload, held: Numbers) -> Numbers:

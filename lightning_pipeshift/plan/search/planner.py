@@ -1,41 +1,36 @@
 """The planner: chooses the number of virtual machines, the device of each stage, the cuts, and the
 handling of every saved tensor.
 
-Groupings of devices are found first, with cuts in closed form; then the virtual machines of each
-are searched as a whole. CN114880130B, after MPress (HPCA 2023), step 3: mappings of stages to
-devices are enumerated, and the best are compressed and tried on the simulator. The source assumes
-that all stages take equal time on all devices, and scores a mapping by how well it fills spare
-memory and links; here it is judged by the time of its step without swaps, which is a lower bound.
+Groupings of devices are found first, as if all saved tensors left the device, or a part of them, or
+none; then what moves is searched for the best orders of the stages of each virtual machine.
+CN114880130B, after MPress (HPCA 2023), step 3: mappings of stages to devices are enumerated, and
+the best are compressed and tried on the simulator. The source assumes that all stages take equal
+time on all devices, and scores a mapping by how well it fills spare memory and links; here it is
+judged by the time of its step without swaps, which is a lower bound.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
-from lightning_pipeshift.plan.arrange.grouping_search import GroupingSearch
-from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.cut import Counts, Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.offload.cut_search import best_split, fastest
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
-from lightning_pipeshift.plan.partition.boundaries import cuts_to_try, is_between_blocks
-from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.orders import (
-    Order,
-    distinct_orders,
-    interchangeable,
-    num_orders,
-    pattern,
-)
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
+from lightning_pipeshift.plan.search.boundaries import cuts_to_try, is_between_blocks
+from lightning_pipeshift.plan.search.cut_search import best_split, fastest
+from lightning_pipeshift.plan.search.equal_counts import uniform
+from lightning_pipeshift.plan.search.evaluator import Candidate, Evaluator
+from lightning_pipeshift.plan.search.grouping_search import GroupingSearch
+from lightning_pipeshift.plan.search.orders import Order, pattern
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
 
 
 def arrange(profile: Profile, cluster: Cluster, request: PlanRequest) -> Arrangement:
@@ -77,8 +72,8 @@ def evaluate(
         microbatches: slices of a virtual machine's batch.
         batch_shares: how the global batch is divided; ``None``: equally.
     """
-    placer = Evaluator(profile, cluster, request)
-    return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
+    evaluator = Evaluator(profile, cluster, request)
+    return evaluator.arrangement(evaluator.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
 def compressed(
@@ -102,62 +97,64 @@ class _Option(NamedTuple):
     """Those of the fastest one's step, without swaps."""
     problem: Problem
 
+    @property
+    def lacking_bytes(self) -> float:
+        """The bytes that all stages lack if everything is kept."""
+        workload = self.problem.workload
+        held = np.array([workload.memory.peak_bytes(Cut(counts)) for counts in self.cuts])
+        return float(np.maximum(held - workload.usable_bytes, 0.0).sum(axis=1).min())
+
 
 class _Planner:
     """See :func:`arrange`."""
 
     def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
-        self._profile = profile
-        self._cluster = cluster
-        self._request = request
-        self._placer = Evaluator(profile, cluster, request)
-        self._alike = interchangeable(cluster)
+        self._profile, self._cluster, self._request = profile, cluster, request
+        self._evaluator = Evaluator(profile, cluster, request)
         #: The handling of saved tensors for orders and cuts; ``None`` where nothing fits.
         self._made: dict[Any, Compressed | None] = {}
-        self._most_compressed = request.effort.orders_compressed
+        self._num_left = 0
         self._errors: list[PlanError | BudgetError] = []
 
     def best(self) -> Arrangement:
         """The best of the arrangements for several assumptions on the needed memory."""
-        effort = self._request.effort
+        effort, best = self._request.effort, None
         for assumed in self._assumptions():
-            best: Arrangement | None = None
             starts: list[tuple[float, Evaluator, Arrangement]] = []
-            for placer, start in self._starts(assumed):
-                if self._request.policy is None and placer is self._placer:
+            for evaluator, start in self._starts(assumed):
+                if self._request.policy is None and evaluator is self._evaluator:
                     # It was found with the rings, and with the memory that there is.
                     best = start
-                found = self._mapped(placer, start, best)
-                starts.append((found.samples_per_second if found else 0.0, placer, start))
+                found = self._offloaded(evaluator, start, best)
+                starts.append((found.samples_per_second if found else 0.0, evaluator, start))
                 best = self._better(best, found)
                 # The next starts are for less memory.
                 if best is not None and self._reaches(best, start, effort.close):
                     break
             # Other orders: first where the own one is the best.
-            self._most_compressed = effort.orders_compressed
-            for _, placer, start in sorted(starts, key=lambda each: -each[0]):
-                if best is None or not self._reaches(best, start, effort.worth_changing):
-                    found = self._mapped(placer, start, best, reorders=True)
+            self._num_left = effort.orders_compressed
+            for _, evaluator, start in sorted(starts, key=lambda each: -each[0]):
+                if self._request.has_order or self._request.policy is None:
+                    break
+                if best is None or not self._reaches(best, start, effort.close):
+                    found = self._offloaded(evaluator, start, best, reorders=True)
                     best = self._better(best, found)
             if best is not None:
                 return best
         # Without a policy, that of the model as it is; with one, a budget that would do helps more
         # than that the weights do not fit.
-        errors = self._errors
-        if self._request.policy is None:
-            raise errors[0]
-        raise next((error for error in errors if isinstance(error, BudgetError)), errors[0])
+        of_budgets = [error for error in self._errors if isinstance(error, BudgetError)]
+        raise (of_budgets if of_budgets and self._request.policy is not None else self._errors)[0]
 
     def compressed(self, arrangement: Arrangement) -> Arrangement:
         """See :func:`compressed`."""
-        placed = self._placed(arrangement, arrangement.ranks)
-        found = [
-            best_split(self._problem(placed, vm, ranks), cut.counts)
-            for vm, (ranks, cut) in enumerate(zip(arrangement.ranks, arrangement.cuts, strict=True))
-        ]
+        placed, found = self._placed(arrangement, arrangement.ranks), []
+        for vm, ranks in enumerate(arrangement.ranks):
+            problem = self._problem(placed, vm, ranks)
+            found.append(best_split(problem, arrangement.cuts[vm].counts))
         return self._arrangement(arrangement, arrangement.ranks, found)
 
-    # --- where to start ---
+    # The starts.
 
     def _assumptions(self) -> Iterator[list[Profile]]:
         """The model as if a part of its saved tensors took no memory; if nothing fits in that way,
@@ -193,11 +190,11 @@ class _Planner:
         """
         seen = set()
         for profile in assumed:
-            placer = self._placer
+            evaluator = self._evaluator
             if profile is not self._profile:
-                placer = Evaluator(profile, self._cluster, self._request)
+                evaluator = Evaluator(profile, self._cluster, self._request)
             try:
-                start = GroupingSearch(placer).best()
+                start = GroupingSearch(evaluator).best()
             except PlanError as error:
                 self._errors.append(without_stack(error))
                 continue
@@ -205,45 +202,45 @@ class _Planner:
             key = start.ranks, cuts, start.microbatches, start.batch_shares
             if key not in seen:
                 seen.add(key)
-                yield placer, start
+                yield evaluator, start
 
     def _placed(self, start: Arrangement, ranks: Sequence[Order]) -> Candidate:
-        return self._placer.placed(ranks, start.microbatches, start.batch_shares)
+        return self._evaluator.placed(ranks, start.microbatches, start.batch_shares)
 
-    # --- one virtual machine ---
+    # One virtual machine.
 
-    def _mapped(
+    def _offloaded(
         self,
-        placer: Evaluator,
+        evaluator: Evaluator,
         start: Arrangement,
         best: Arrangement | None,
         reorders: bool = False,
     ) -> Arrangement | None:
-        """A start's virtual machines with the handling of their saved tensors.
+        """A start's virtual machines with the handling of their saved tensors; ``None`` if it does
+        not fit, or cannot be better than the best so far.
 
         Args:
-            placer: its evaluator.
+            evaluator: its evaluator.
             start: the start.
             best: the best so far.
             reorders: whether other orders of the stages are tried.
-
-        Returns ``None`` if it does not fit, or cannot be better than the best so far.
         """
         placed = self._placed(start, start.ranks)
         limit = math.inf
         if best is not None:
             limit = self._value(start) / start.samples_per_second / self._value(best)
-            limit *= placer.total(len(start.ranks))
+            limit *= evaluator.total(len(start.ranks))
         known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
         orders, found = [], []
         for vm, ranks in enumerate(start.ranks):
             # Equal virtual machines are solved once and ordered equally: otherwise rings would be
             # slower.
             problem = self._problem(placed, vm, ranks)
-            key = *_key(problem), pattern([self._alike[rank] for rank in ranks])
+            alike = [self._evaluator.alike[rank] for rank in ranks]
+            key = *_key(problem), pattern(alike)
             if key not in known:
-                options = self._options(placer, start, placed, vm, reorders)
-                made = self._best_order(options, start, vm, limit)
+                options = self._options(evaluator, start, vm, reorders)
+                made = self._best_order(options, limit)
                 if made is None:
                     return None
                 known[key] = tuple(map(ranks.index, made[0])), made[1]
@@ -252,27 +249,53 @@ class _Planner:
             found.append(compressed)
         return self._arrangement(start, orders, found)
 
+    def _options(
+        self, evaluator: Evaluator, start: Arrangement, vm: int, reorders: bool
+    ) -> list[_Option]:
+        """The start's own order with its cut, and the best ones that the search of stages finds."""
+        options = [self._option(start, vm, start.ranks[vm], start.cuts[vm].counts)]
+        if reorders:
+            there = evaluator.placed(start.ranks, start.microbatches, start.batch_shares)
+            staged = evaluator.staged(there, vm, starts=[start.ranks[vm][::-1]])
+            others = [self._option(start, vm, each.order, each.cut.counts) for each in staged]
+            noise = math.log(self._request.effort.alike)
+            # Of nearly equal ones, those that lack little memory.
+            others.sort(key=lambda one: (round(math.log(one.seconds) / noise), one.lacking_bytes))
+            options += others[: self._request.effort.orders_compressed]
+        return options
+
+    def _option(self, start: Arrangement, vm: int, order: Order, counts: Counts) -> _Option:
+        ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
+        problem = self._problem(self._placed(start, ranks), vm, order)
+        cuts = [counts]
+        if self._request.partition == "auto":
+            layers, possible = self._profile.num_layers, self._profile.possible_cuts
+            more = start.cuts[vm].counts, uniform(layers, len(order), possible)
+            # A start with a cut inside of a block is so much faster than all others.
+            cuts += [each for each in more if is_between_blocks(self._profile, each)]
+        cuts = list(dict.fromkeys(cuts))
+        steps = problem.workload.step_seconds([Cut(each) for each in cuts])
+        return _Option(order, tuple(cuts), min(steps), problem)
+
     def _best_order(
-        self, options: Iterator[_Option], start: Arrangement, vm: int, limit: float
+        self, options: Sequence[_Option], limit: float
     ) -> tuple[Order, Compressed] | None:
-        """The best order that is found, and the handling of saved tensors in it; ``None`` if
+        """The best order of the options, and the handling of saved tensors in it; ``None`` if
         nothing fits in any, or a step takes at least ``limit`` seconds.
         """
         best: tuple[Order, Compressed] | None = None
         least = math.inf
         for option in options:
-            is_own = option.order == start.ranks[vm]
-            reordered = 1.0 if is_own else self._request.effort.worth_changing
             # Swaps can only make a step longer.
-            if reordered * option.seconds >= min(least, limit):
+            if option.seconds >= min(least, limit):
                 continue
-            if not is_own:
-                if self._most_compressed <= 0:
+            if option is not options[0]:
+                if self._num_left <= 0:
                     break
-                self._most_compressed -= 1
+                self._num_left -= 1
             made = self._compressed(option)
-            if made is not None and reordered * made.seconds < least:
-                least, best = reordered * made.seconds, (option.order, made)
+            if made is not None and made.seconds < least:
+                least, best = made.seconds, (option.order, made)
         return best
 
     def _compressed(self, option: _Option) -> Compressed | None:
@@ -280,81 +303,24 @@ class _Planner:
         key = *_key(option.problem), option.cuts
         if key not in self._made:
             self._made[key] = None
+            near: frozenset[int] = frozenset()
+            is_deep = len(option.order) > self._request.effort.stages_cut
+            if self._request.partition == "auto" and not is_deep:
+                near = cuts_to_try(self._profile, len(option.order))
             try:
-                self._made[key] = fastest(option.problem, option.cuts, self._near(option))
+                self._made[key] = fastest(option.problem, option.cuts, near)
             except BudgetError as error:
                 self._errors.append(without_stack(error))
         return self._made[key]
 
-    def _near(self, option: _Option) -> frozenset[int]:
-        """The boundaries for cuts near an option; none if the request fixes the cuts, or there are
-        too many.
-        """
-        if self._request.partition != "auto" or len(option.order) > self._request.effort.stages_cut:
-            return frozenset()
-        return cuts_to_try(self._profile, len(option.order))
-
-    def _options(
-        self,
-        placer: Evaluator,
-        start: Arrangement,
-        placed: Candidate,
-        vm: int,
-        reorders: bool,
-    ) -> Iterator[_Option]:
-        """Orders of the stages with cuts: the start's own, and others if it is reordered, the most
-        promising first.
-        """
-        orders = self._orders(start.ranks[vm]) if reorders else iter([start.ranks[vm]])
-        options = [self._option(placer, start, placed, vm, order) for order in orders]
-        # The best order for the step alone comes first: it may need no swaps.
-        yield options[0]
-        yield from sorted(options[1:], key=lambda one: one.seconds)
-
-    def _option(
-        self, placer: Evaluator, start: Arrangement, placed: Candidate, vm: int, order: Order
-    ) -> _Option:
-        """An order of the stages with cuts to begin with."""
-        problem = self._problem(placed, vm, order)
-        cuts: list[Counts] = []
-        with suppress(PlanError):
-            ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
-            there = placer.placed(ranks, start.microbatches, start.batch_shares)
-            cuts.append(placer.cuts(there)[vm].counts)
-        if self._request.partition == "auto":
-            layers, possible = self._profile.num_layers, self._profile.possible_cuts
-            cuts.append(uniform(layers, len(order), possible))
-        # A start with a cut inside of a block is so much faster than all others.
-        cuts = [counts for counts in cuts if is_between_blocks(self._profile, counts)]
-        cuts = list(dict.fromkeys([start.cuts[vm].counts, *cuts]))
-        steps = problem.workload.step_seconds([Cut(counts) for counts in cuts])
-        return _Option(order, tuple(cuts), min(steps), problem)
-
-    def _orders(self, machine: Order) -> Iterator[Order]:
-        """The orders of a virtual machine's stages to try, its own first."""
-        yield machine
-        # Without swaps, orders have been compared with the memory that there is.
-        if self._request.has_order or self._request.policy is None:
-            return
-        alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= self._request.effort.orders:
-            yield from (order for order in distinct_orders(machine, alike) if order != machine)
-            return
-        pairs = itertools.combinations(range(len(machine)), 2)
-        for one, other in itertools.islice(pairs, self._request.effort.orders):
-            if alike[one] != alike[other]:
-                order = list(machine)
-                order[one], order[other] = order[other], order[one]
-                yield tuple(order)
-
     def _problem(self, placed: Candidate, vm: int, order: Order) -> Problem:
-        samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
-        workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
+        samples = self._evaluator.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        workload = self._evaluator.workload(placed.links, order, samples, placed.microbatches)
         request = self._request
         how = request.policy, request.recompute, request.caution, request.effort
         return Problem.of(self._profile, workload, placed.links, order, *how)
 
-    # --- the result ---
+    # The result.
 
     def _value(self, arrangement: Arrangement) -> float:
         """Samples per second, and less if a cut is inside of a block: see
@@ -380,7 +346,7 @@ class _Planner:
     ) -> Arrangement:
         placed = self._placed(start, ranks)
         cuts = tuple(each.cut for each in found)
-        made = self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
+        made = self._evaluator.arrangement(placed, cuts, tuple(each.swaps for each in found))
         return replace(made, tried=start.tried)
 
 

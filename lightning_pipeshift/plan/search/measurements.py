@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeshift.plan.arrange.request import Arrangement
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.layer_memory import passing_bytes, window_bytes
 from lightning_pipeshift.plan.cost.measured_workload import workload_of
@@ -17,7 +16,8 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.offload.problem import Problem
+from lightning_pipeshift.plan.search.problem import Problem
+from lightning_pipeshift.plan.search.request import Arrangement
 
 Memory = Sequence[Sequence[float]]
 """Peaks in bytes, per virtual machine and stage."""
@@ -97,7 +97,7 @@ class Measured:
         Args:
             schedule: by name.
             microbatches: of a virtual machine's batch.
-            policy: see :class:`~lightning_pipeshift.plan.offload.problem.Problem`, as for
+            policy: see :class:`~lightning_pipeshift.plan.search.problem.Problem`, as for
                 ``recompute``.
         """
         profile, cluster = self.profile, self.cluster

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
@@ -15,6 +14,7 @@ from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
+from lightning_pipeshift.plan.search.groupings import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.search.equal_counts import uniform
 
 PartitionSpec = str | Sequence[int] | Sequence[Sequence[int]]
 """``"auto"``, ``"uniform"``, layers per stage, or layers per stage for each virtual machine."""

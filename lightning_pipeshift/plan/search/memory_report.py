@@ -17,8 +17,8 @@ from lightning_pipeshift.plan.cost.memory_model import parts_of, tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.offload.policy_choices import records
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.policy_choices import records
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
 from lightning_pipeshift.text import bytes_text, seconds_text, table
 
 _WIDTH: Final = 82

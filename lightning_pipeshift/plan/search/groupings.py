@@ -72,7 +72,7 @@ def groupings(
         cluster: the machines.
         count: how many virtual machines, at most the number of ranks.
         powers: the speed of each rank.
-        alike: by rank, see :func:`~lightning_pipeshift.plan.partition.orders.interchangeable`.
+        alike: by rank, see :func:`~lightning_pipeshift.plan.search.orders.interchangeable`.
         depths: how many stages each virtual machine has, if that is fixed.
         effort: the limits of the search.
     """

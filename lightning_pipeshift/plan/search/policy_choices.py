@@ -11,9 +11,9 @@ from lightning_pipeshift.plan.cost.memory_model import tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
-from lightning_pipeshift.plan.offload.assignment import Assignments, Tensor, Way
-from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.plan.search.assignment import Assignments, Tensor, Way
+from lightning_pipeshift.plan.search.problem import Problem
 
 
 def records(problem: Problem, counts: Sequence[int]) -> Iterator[TensorRecord]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.plan.cost.memory_model import Footprint
-from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
+from lightning_pipeshift.plan.search.problem import Problem
 from lightning_pipeshift.text import ceil_bytes_text
 
 
