@@ -91,7 +91,7 @@ def many(schedule: str) -> tuple[float, float]:
         saved=10**7,
         step_seconds=1e-2,
     )
-    cluster = test_planner.thousand("XYZ", 2 * 10**9)
+    cluster = test_planner.thousand("XYZ", (4 if schedule == "async" else 2) * 10**9)
     request = found.PlanRequest(batch_samples=32, schedule=schedule)
     return _arrange(profile, cluster, request)
 

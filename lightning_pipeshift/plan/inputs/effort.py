@@ -21,6 +21,7 @@ class Effort:
         orders: if stages have at most this many orders (those of five), all are tried; otherwise
             those with two stages exchanged, or one moved, as long as that helps.
         orders_cut: for how many of the best orders of few ranks the cuts are found with care.
+        orders_improved: from how many orders a search goes on to others.
         orders_kept: how many of the best orders a search returns.
         orders_compressed: for how many of them the handling of saved tensors is planned.
         actions: the largest product of stages and microbatches that is chosen, and that is
@@ -53,7 +54,8 @@ class Effort:
     groupings_improved: int = 12
     groupings_finished: int = 3
     orders: int = 120
-    orders_cut: int = 6
+    orders_cut: int = 4
+    orders_improved: int = 2
     orders_kept: int = 24
     orders_compressed: int = 6
     actions: int = 1 << 14
@@ -61,8 +63,8 @@ class Effort:
     stages_cut: int = 32
     cuts_improved: int = 4
     cuts_moved: int = 8
-    saved_parts: tuple[float, ...] = (0.0, 0.5, 1.0)
-    assignments: int = 500
+    saved_parts: tuple[float, ...] = (0.0, 1.0)
+    assignments: int = 250
     tensors_assigned: int = 1 << 17
     actions_assigned: int = 1 << 19
     smallest_bytes: int = 1 << 16

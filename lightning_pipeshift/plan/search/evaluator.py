@@ -24,7 +24,6 @@ from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.search.boundaries import cuts_to_try
 from lightning_pipeshift.plan.search.equal_counts import uniform
 from lightning_pipeshift.plan.search.groupings import Groups
-from lightning_pipeshift.plan.search.infeasible import nothing_fits
 from lightning_pipeshift.plan.search.orders import Order, interchangeable, pattern
 from lightning_pipeshift.plan.search.recomputation import Recomputation
 from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
@@ -191,7 +190,7 @@ class Evaluator:
                 (each.seconds, tuple(map(machine.index, each.order)), each.cut) for each in found
             ]
         if not self._staged[key]:
-            raise nothing_fits(placed.workloads[vm], self.request.recompute)
+            raise PlanError("no cut fits in memory")
         return [
             Staged(seconds, tuple(machine[place] for place in places), cut)
             for seconds, places, cut in self._staged[key]
@@ -230,7 +229,7 @@ class Evaluator:
             for order in orders:
                 search.first(order)
             if improves:
-                search.improve(orders, len(orders) > 1)
+                search.improve(orders, len(orders) > 1 and not self.is_large)
             found = search.found()
             if found and (not best or worth * found[0].seconds < best[0].seconds):
                 best = found

@@ -27,6 +27,7 @@ from lightning_pipeshift.plan.search.groupings import (
 )
 from lightning_pipeshift.plan.search.orders import Order
 from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest, Tried
+from lightning_pipeshift.plan.search.stages import best_cut
 
 
 class _Look(NamedTuple):
@@ -143,7 +144,9 @@ class GroupingSearch:
             nearest = max(errors, key=self._least_usable_bytes)
             slices = max(numbers_of_slices(self._request, max(map(len, nearest))))
             shares = self._request.batch_shares
-            self._evaluator.cuts(self._evaluator.placed(nearest, slices, shares))
+            for workload in self._evaluator.placed(nearest, slices, shares).workloads:
+                if self._request.partition == "auto":
+                    best_cut(workload, self._request.recompute, effort=self._effort)
             raise errors[nearest]
         return looks
 
@@ -339,7 +342,8 @@ class GroupingSearch:
 
     def _finished(self, look: _Look) -> _Look:
         """With the best number of microbatches, and the best cuts and shares for it."""
-        if self._cluster.num_ranks <= self._effort.few_ranks and not self._request.has_order:
+        is_small = 1 < len(look.placed.ranks) <= self._cluster.num_ranks <= self._effort.few_ranks
+        if is_small and not self._request.has_order:
             # Which order is the best may depend on the shares.
             with suppress(PlanError):
                 again = self._reordered(look.placed, self._effort.worth_changing)
@@ -372,7 +376,7 @@ class GroupingSearch:
                 equal = self._with_cuts(even, improves)
         best = equal or look
         now = best
-        for _ in range(3):
+        for _ in range(3 if improves else 1):
             times = {
                 pair: pair[0].step_seconds([pair[1]])[0]
                 for pair in dict.fromkeys(zip(now.placed.workloads, now.cuts, strict=True))

@@ -123,8 +123,8 @@ class _Planner:
             starts: list[tuple[float, Evaluator, Arrangement]] = []
             for evaluator, start in self._starts(assumed):
                 if self._request.policy is None and evaluator is self._evaluator:
-                    # It was found with the rings, and with the memory that there is.
-                    best = start
+                    # Nothing moves, and it was found with the memory that there is.
+                    return start
                 found = self._offloaded(evaluator, start, best)
                 starts.append((found.samples_per_second if found else 0.0, evaluator, start))
                 best = self._better(best, found)

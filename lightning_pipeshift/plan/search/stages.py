@@ -103,7 +103,8 @@ class StageSearch:
             ends = self._improve(states[: self._effort.cuts_improved])
             starts.append(min([states[0], *ends], key=self._known.__getitem__))
         seen: set[Order] = set()
-        for start in sorted(starts, key=self._known.__getitem__) if reorders else ():
+        starts = sorted(starts, key=self._known.__getitem__)[: self._effort.orders_improved]
+        for start in starts if reorders else ():
             # As long as exchanges of stages help.
             while self._pattern(start[0]) not in seen:
                 seen.add(self._pattern(start[0]))
