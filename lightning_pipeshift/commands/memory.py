@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pipeshift memory",
         description="Shows every tensor that layers save for their backward, how each is handled "
-        "under a budget, and each stage's memory over a step. Takes the arguments of `pipeshift "
+        "under a budget, and the peak of each stage's memory. Takes the arguments of `pipeshift "
         "fit` (--config ...), measures some steps and does not train.",
         add_help=False,
         allow_abbrev=False,

@@ -1,29 +1,20 @@
-"""Reports a plan's use of memory: every saved tensor in a table, and bytes over time as a picture
-in text.
-"""
+"""Reports a plan's use of memory: each stage's peak, and every saved tensor in a table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from typing import Final
-
-import numpy as np
+from itertools import groupby
 
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import parts_of, tensors_of
-from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
+from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.search.policy_choices import records
 from lightning_pipeshift.plan.search.problem import Compressed, Problem
 from lightning_pipeshift.text import bytes_text, seconds_text, table
-
-_WIDTH: Final = 82
-_HEIGHT: Final = 6
-_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class _Line:
 
 
 def report(problem: Problem, found: Compressed) -> str:
-    """The table and the pictures of one virtual machine.
+    """The tables of one virtual machine.
 
     Args:
         problem: the virtual machine's.
@@ -75,13 +66,6 @@ def _stage(
     ).ljust(100, "─")
     yield from _state_on_host(problem, compressed.cut, stage)
     yield from _table(problem, compressed, of_tensors, stage)
-    yield ""
-    yield from picture(
-        found.traces[stage],
-        found.timeline.end_seconds,
-        budget,
-        found.static_bytes[stage],
-    )
 
 
 def _state_on_host(problem: Problem, cut: Cut, stage: int) -> Iterator[str]:
@@ -173,50 +157,6 @@ def _swapped(links: Links, record: TensorRecord, swap: Swap) -> tuple[str, str]:
     if swap.stages:
         where = f"stage{'s' if len(swap.stages) > 1 else ''} {', '.join(map(str, swap.stages))}"
     return f"to {where}", f"{_time_text(seconds)} each way"
-
-
-# --- the picture ---
-
-
-def picture(
-    trace: StageTrace, step_seconds: float, budget_bytes: float, static_bytes: float
-) -> Iterator[str]:
-    """Draws a stage's memory over a step, as bars of text.
-
-    Args:
-        trace: of a stage; of a long step its first part.
-        step_seconds: how long the trace is.
-        budget_bytes: of the stage, drawn if it lies within the picture.
-        static_bytes: what the stage holds all the time, or keeps free for a moment: weights,
-            gradients, optimizer, messages, the batch, and what a running layer takes.
-    """
-    columns = [static_bytes + held for held in columns_of(trace, step_seconds, _WIDTH)]
-    top = max(static_bytes + trace.peak_bytes, 1.0)
-    if math.isfinite(budget_bytes) and budget_bytes <= 1.5 * top:
-        top = max(top, budget_bytes)
-    for row in reversed(range(_HEIGHT)):
-        low, high = (top * level / _HEIGHT for level in (row, row + 1))
-        cells = []
-        for held in columns:
-            part = (held - low) / (high - low)
-            cells.append(_EIGHTHS[round(8 * min(1.0, max(0.0, part)))])
-        label = bytes_text(top) if row == _HEIGHT - 1 else ""
-        mark = " ← budget" if low < budget_bytes <= high else ""
-        yield f"{label:>10} │{''.join(cells)}│{mark}"
-
-
-def columns_of(trace: StageTrace, step_seconds: float, count: int) -> list[float]:
-    """The peak memory in each of ``count`` equal parts of a step."""
-    if not len(trace.times) or not step_seconds:
-        return [0.0] * count
-    edges = np.linspace(0.0, min(step_seconds, float(trace.times[-1])), count + 1)
-    columns = []
-    for begin, end in pairwise(edges):
-        first = int(np.searchsorted(trace.times, begin, side="right")) - 1
-        last = int(np.searchsorted(trace.times, end, side="left"))
-        held = trace.held_bytes[max(first, 0) : last]
-        columns.append(float(held.max()) if len(held) else 0.0)
-    return columns
 
 
 def _time_text(seconds: float) -> str:

@@ -10,7 +10,7 @@ from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, work
 from lightning_pipeshift.plan.cost.memory_model import Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.prediction import Pipelines
-from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
+from lightning_pipeshift.plan.cost.ring_contention import crowded
 from lightning_pipeshift.plan.cost.simulator import simulate
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
@@ -158,15 +158,6 @@ def test_nothing_known_of_links_means_nothing_shared():
     assert crowded(cluster, [[0, 2], [1, 3]]) is cluster
     found, _ = predicted(profile(2, gradient=100), cluster, [[0, 2], [1, 3]], [Cut((1, 1))] * 2)
     assert found.exposed_seconds == 0
-
-
-def test_what_each_stage_would_take_to_send_a_byte_round():
-    hosts = {("a", "c"): Link(0.0, 10), ("b", "d"): Link(0.0, 20)}
-    cluster = Cluster(devices("a:X b:X c:X d:X"), hosts=hosts)
-    assert ring_seconds_per_byte(cluster, [[0, 1], [2, 3]]) == ((0.1, 0.05), (0.1, 0.05))
-    # Of unequal depth: the first machine's only stage is in both rings, which share its NIC.
-    cluster = Cluster(devices("a:X c:X d:X"), hosts=hosts)
-    assert ring_seconds_per_byte(cluster, [[0], [1, 2]]) == ((0.2,), (0.2, 0.2))
 
 
 MEMORY = [

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
+from lightning_pipeshift.step.flow import call_order, merged_order
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
-from lightning_pipeshift.plan.inputs.profile_fitting import (
+from lightning_pipeshift.runtime.planning.profile_fitting import (
     RankFigures,
     estimates_by_kind,
     profile_of,
