@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.memory_model import Footprint
-from lightning_pipeshift.plan.cost.memory_timeline import HOST
+from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, Swap
 from lightning_pipeshift.plan.search.problem import Compressed, Problem
 
@@ -21,7 +21,7 @@ Tensor = tuple[int, int]
 """A saved tensor: its layer and its number."""
 
 Way = tuple[int, ...] | None
-"""The target of a tensor: this stage; ``()``: the host. ``None``: it is recomputed."""
+"""The target of a tensor: these stages; ``()``: the host. ``None``: it is recomputed."""
 
 Assigned = Mapping[Tensor, Way]
 """The targets of tensors, without those that are kept."""
@@ -139,7 +139,10 @@ class Assignments:
                 if way is not None:
                     groups.setdefault(way, []).append(key[1])
                     work += 2 * self._seconds(key, way)
-            swaps = tuple(Swap(layer, tuple(numbers), way) for way, numbers in groups.items())
+            swaps = tuple(
+                Swap(layer, tuple(numbers), way, _shares_of(stage, way, problem.links))
+                for way, numbers in groups.items()
+            )
             named = {key for key, _ in ways}
             kept = [key[1] for key in self.tensors[layer] if key not in named and key[1] < FRONT]
             if is_recomputed and kept:
@@ -148,5 +151,19 @@ class Assignments:
         return self._parts[layer, ways]
 
     def _seconds(self, key: Tensor, way: tuple[int, ...]) -> float:
-        to = way[0] if way else HOST
-        return self.problem.links.seconds(self.owner[key[0]], to, self.sizes[key])
+        stage, size, links = self.owner[key[0]], self.sizes[key], self.problem.links
+        if not way:
+            return links.seconds(stage, HOST, size)
+        shares = _shares_of(stage, way, links) or (1.0,)
+        parts = zip(way, shares, strict=True)
+        return max(links.seconds(stage, to, size * part / sum(shares)) for to, part in parts)
+
+
+def _shares_of(stage: int, lenders: tuple[int, ...], links: Links) -> tuple[float, ...]:
+    """Blocks in proportion to the bandwidth of the links; empty for one lender."""
+    rates = [links.rate(stage, lender) for lender in lenders]
+    if len(rates) < 2:
+        return ()
+    if not all(map(math.isfinite, rates)):
+        return (1.0,) * len(rates)
+    return tuple(rate / min(rates) for rate in rates)

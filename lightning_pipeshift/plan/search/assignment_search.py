@@ -44,6 +44,9 @@ class AssignmentSearch:
         self.assignments = Assignments(problem, cut)
         self._score, self._sizes = self.assignments.score, problem.sizes
         self._owner, self._stages = self.assignments.owner, self.assignments.stages
+        #: The stages that have memory to lend.
+        spare = problem.spare_bytes(self.assignments.uncompressed)
+        self._roomy = [stage for stage in self._stages if spare[stage] > 0]
         #: By stage and way, the last known cost of a freed byte.
         self._rates: dict[tuple[int, Way], float] = {}
         self._fixed, kept = chosen(self.assignments)
@@ -101,6 +104,8 @@ class AssignmentSearch:
         if self._links.rate(stage, HOST) and self._problem.limits[stage].host_bytes:
             ways.append(())
         ways += [(other,) for other in self._stages if self._links.rate(stage, other)]
+        together = tuple(other for other in self._roomy if self._links.rate(stage, other))
+        ways += [together] if len(together) > 1 else []
         return ways if self._problem.recompute == "none" else [*ways, None]
 
     def _target(self, key: Tensor, way: Target) -> Target:

@@ -542,6 +542,18 @@ def test_stages_are_evened_out_at_no_cost(tensors, link):
             assert found.footprint.traces[stage].lent_bytes > 0
 
 
+def test_parts_are_in_proportion_to_the_links():
+    given = case([[1, 1]] * 6, [2] * 3)
+    rates = {(0, 1): 8, (1, 0): 8, (0, 2): 24, (2, 0): 24}
+    given = replace(given, links=Links({ends: (0.0, MB * rate) for ends, rate in rates.items()}))
+    found = given.compressed(
+        [MemoryLimits(MB * 8, 0), MemoryLimits(MB * 10, 0), MemoryLimits(MB * 9, 0)]
+    )
+    assert found.swaps
+    for swap in found.swaps:
+        assert (swap.stages, swap.shares) == ((1, 2), (1.0, 3.0))
+
+
 def test_what_is_small_stays_where_that_is_enough():
     small = (USUAL.smallest_bytes - 1) / MB
     given = case([[1, small, 1, small]] * 4, [2, 2], host=1000)
