@@ -24,8 +24,9 @@ The parts:
 - ``saved``: each policy and compression, the allocated bytes beside the held ones, with sleeps in
   front of the copies of side streams, and then in the compute stream, which find missing waits;
 - ``lending``: tensors that move to another stage's memory;
-- ``nccl``: payloads over NCCL: two and three stages, all schedules, few microbatches, tied weights,
-  virtual machines with rings, moves; and a rank that raises: how soon the others end;
+- ``nccl``: NCCL, which sums gradients over virtual machines: two and three stages, all schedules,
+  few microbatches, tied weights, virtual machines with rings, moves; and a rank that raises: how
+  soon the others end;
 - ``tests``: those marked ``cuda``;
 - ``gpt2``: GPT-2 small with a memory budget, and on two stages, beside plain Lightning;
 - ``profile``: microbatches of 10 ms: how busy the GPU is, beside plain Lightning; the processor's
@@ -152,7 +153,7 @@ def lending(run: Run) -> None:
 
 
 def over_nccl(run: Run) -> None:
-    """Payloads over NCCL."""
+    """NCCL as the backend of sums."""
     plain = Case(backend=nccl(), shares=torch.cuda.device_count() < 4)
     _cases(
         run,

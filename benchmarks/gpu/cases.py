@@ -266,7 +266,7 @@ def _data(case: Case) -> DataLoader[Any]:
 
 
 def nccl() -> Backend:
-    """The backend for payloads between GPUs: without a GPU, there is only gloo."""
+    """The backend of sums between GPUs: without a GPU, there is only gloo."""
     return "gloo" if VARIABLE in os.environ else "nccl"
 
 

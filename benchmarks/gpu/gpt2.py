@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.gpu.cases import Backend, nccl, payloads_over
+from benchmarks.gpu.cases import Backend, payloads_over
 from benchmarks.gpu.running import Findings, Run, Sizes, text_of
 from benchmarks.measuring import print_table
 from benchmarks.placements import Repeated
@@ -53,14 +53,13 @@ MICROBATCHES = 4
 BUDGET = 0.6
 """Of the peak of one stage without a budget."""
 
-PLAIN, ONE_STAGE, RECOMPUTED, BUDGETED, TWO_STAGES, OVER_GLOO, OVER_NCCL = (
+PLAIN, ONE_STAGE, RECOMPUTED, BUDGETED, TWO_STAGES, OVER_GLOO = (
     "plain Lightning",
     "one stage",
     "one stage, everything recomputed",
     "one stage, a budget",
     "two stages",
     "two stages, gloo",
-    "two stages, NCCL",
 )
 
 _POLL_SECONDS = 0.02
@@ -121,7 +120,7 @@ def _budgeted(peak_bytes: float) -> MemoryCompression:
 
 
 def rows() -> dict[str, Row]:
-    """All of them. The second group takes turns when the first one has ended."""
+    """All of them."""
     return {
         PLAIN: Row(stages=0),
         ONE_STAGE: Row(),
@@ -129,7 +128,6 @@ def rows() -> dict[str, Row]:
         BUDGETED: Row(plugin=_budgeted),
         TWO_STAGES: Row(stages=2),
         OVER_GLOO: Row(stages=2, backend="gloo"),
-        OVER_NCCL: Row(stages=2, backend=nccl()),
     }
 
 
@@ -396,17 +394,14 @@ def figures(run: Run) -> tuple[Findings, list[str]]:
     timelines = run.folder / "timelines"
     names = list(rows())
     with tempfile.TemporaryDirectory() as folder:
-        # A waiting receive of NCCL keeps a part of the GPU busy: it has its turns with plain
-        # Lightning alone, when the others have ended.
-        found, problems = _taking_turns(run, names[:-1], Path(folder) / "first", timelines)
-        last, others = _taking_turns(run, [PLAIN, OVER_NCCL], Path(folder) / "last", timelines)
-    summaries = {**_summaries(last, timelines), **_summaries(found, timelines)}
+        found, problems = _taking_turns(run, names, Path(folder) / "turns", timelines)
+    summaries = _summaries(found, timelines)
     table = [
         [name, row["milliseconds_a_step"], row["times_plain"], row["num_steps"],
          " + ".join(f"{each / 1e9:.2f}" for each in row["peak_bytes"])]
         for name, row in sorted(summaries.items(), key=lambda each: names.index(each[0]))
     ]  # fmt: skip
-    return {"rows": summaries, "table": table}, [*problems, *others]
+    return {"rows": summaries, "table": table}, problems
 
 
 def _summaries(found: Mapping[str, list[Findings]], timelines: Path) -> dict[str, Findings]:
