@@ -39,6 +39,7 @@ from lightning_pipeshift.runtime.comm.waits import Watched
 
 # The run of what belongs to none: after all others.
 _NO_RUN = 1 << 62
+_NO_LINE = "no line of the step"
 _HOST, _NOWHERE = torch.device("cpu"), Place("", 0, "")
 # How long a stage waits before it tells the others, and before it tells them again.
 _TELLS_EVERY_SECONDS = 1.0
@@ -155,7 +156,7 @@ class Mailbox:
             content: the tensor; ``None``: there is none.
         """
         self._num_labelled[self.stage, to] += 1
-        self.send(to, self._labelled_key(self.stage, to), Place(label, 0, ""), content)
+        self.send(to, self._labelled_key(self.stage, to), Place(label, 0, _NO_LINE), content)
 
     def take_labelled(self, source: int, label: str) -> Message:
         """Waits for what another stage sends with :meth:`send_labelled`.
@@ -165,7 +166,7 @@ class Mailbox:
             label: as there.
         """
         self._num_labelled[source, self.stage] += 1
-        return self.take(self._labelled_key(source, self.stage), Place(label, 0, ""))
+        return self.take(self._labelled_key(source, self.stage), Place(label, 0, _NO_LINE))
 
     def _labelled_key(self, source: int, to: int) -> Key:
         return Key(source, _NO_RUN, 0, Kind.LABELLED, 0, self._num_labelled[source, to])
@@ -376,9 +377,10 @@ class Mailbox:
             theirs += " numbers, random draws, or tensors that every rank has"
         elif other is not None:
             theirs = f"is at `{other.label}` ({other.line})"
+        what = "message" if key.kind is Kind.LABELLED else key.kind.name.lower()
         return LayerError(
             f"The ranks run different programs in microbatch {key.turn}: {self._name(self.stage)}"
-            f" is at `{place.label}` ({place.line}) and needs a {key.kind.name.lower()} of"
+            f" is at `{place.label}` ({place.line}) and needs a {what} of"
             f" {self._name(key.source)}, which {theirs}. {ADVICE}"
         )
 
