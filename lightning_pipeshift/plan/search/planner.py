@@ -136,7 +136,7 @@ class _Planner:
             for _, evaluator, start in sorted(starts, key=lambda each: -each[0]):
                 if self._request.has_order or self._request.policy is None:
                     break
-                if best is None or not self._reaches(best, start, effort.close):
+                if best is None or not self._reaches(best, start, effort.worth_changing):
                     found = self._offloaded(evaluator, start, best, reorders=True)
                     best = self._better(best, found)
             if best is not None:
