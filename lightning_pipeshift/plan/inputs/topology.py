@@ -90,7 +90,7 @@ class Topology:
         return f"stage {stage}{machine} (rank {rank}{where})"
 
 
-def topology_of(
+def arrange(
     spec: VirtualMachinesSpec | None,
     devices: Sequence[Device],
     depths: Sequence[int] | None = None,
