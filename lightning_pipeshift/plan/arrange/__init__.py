@@ -1,0 +1,1 @@
+"""Arrangements: virtual machines, the order of their devices, microbatches, batch shares."""

@@ -1,0 +1,1 @@
+"""Cuts: the layers of each stage, and the layers that are recomputed."""

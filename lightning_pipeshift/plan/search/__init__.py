@@ -1,1 +1,0 @@
-"""The search for a plan: virtual machines, their stages, and which saved tensors move."""
