@@ -66,7 +66,7 @@ class Inbox:
         self._handle, self._in_buffer = handle, in_buffer
         self.counts = [0] * len(ranks)
         """How many messages of programs have come from each stage."""
-        self._frames = {source: new_frame(room_bytes) for source in sources}
+        self._room_bytes = room_bytes
         self.error: BaseException | None = None
         """Of a thread that could not receive, or send."""
         self._came: deque[Received] = deque()
@@ -101,14 +101,14 @@ class Inbox:
 
     def _receive_all(self, source: int) -> None:
         try:
-            while self._receive(source):
+            # What is sent may be shorter.
+            frame = new_frame(self._room_bytes)
+            while self._receive(source, frame):
                 pass
         except BaseException as error:
             self.fail(error)
 
-    def _receive(self, source: int) -> bool:
-        # What is sent may be shorter.
-        frame = self._frames[source]
+    def _receive(self, source: int, frame: Tensor) -> bool:
         self._complete(frame, source, FRAME_TAG)
         kind, form, num_bytes = kind_and_size(frame)
         header, content = split(frame, 0 if form is Form.BEHIND else num_bytes)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.comm.frames import new_frame
 from lightning_pipeshift.runtime.comm.inbox import Inbox
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.messages import Key, Place
@@ -261,7 +262,7 @@ class _InMemoryInbox(Inbox):
 
     def receive(self, source: int) -> None:
         """Receives a message that is under way."""
-        self._receive(source)
+        self._receive(source, new_frame(self._room_bytes))
 
     def _complete(self, buffer: Tensor, source: int, tag: int) -> None:
         part = self._stages.taken(source, self._stage)
