@@ -79,6 +79,11 @@ class Kernels:
         self._waiting: set[Any] = set()
         self._changed = threading.Condition()
 
+    @property
+    def are_waiting(self) -> bool:
+        """Whether any kernels wait for other ranks."""
+        return bool(self._waiting)
+
     def abort_of(self, group: Any, device: torch.device) -> Callable[[], None] | None:
         """In the place of the function of :mod:`process_groups`, called for each new group."""
         if group in (dist.GroupMember.NON_GROUP_MEMBER, dist.group.WORLD):

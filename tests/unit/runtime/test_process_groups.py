@@ -24,10 +24,9 @@ from lightning_pipeshift.step import pipeline, suspendable
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_transparency import (
     MICROBATCHES,
-    Pipelined,
-    fit,
 )
 from tests.end_to_end.test_unmodified import FewLayers
+from tests.features_models import quiet_trainer
 from tests.models import points
 from tests.unit.runtime.stages import CPU, Kernels, connect, let_gloo_stand_in
 
@@ -224,7 +223,8 @@ def test_an_error_of_nccl_ends_the_run_though_every_rank_is_alive() -> None:
         assert "1, 2, which sum gradients" in reason
 
 
-def one_rank_fails(where: str) -> str:
+def one_rank_fails(where: str) -> tuple[str, bool]:
+    """Two virtual machines: their ranks sum gradients in groups of the devices' own backend."""
     kernels = Kernels()
     let_gloo_stand_in()
     process_groups._abort_of = kernels.abort_of
@@ -238,7 +238,7 @@ def one_rank_fails(where: str) -> str:
     vars(pipeline)["Threads"] = noted
     destroy, advance = dist.destroy_process_group, suspendable.SuspendableMicrobatch.advance
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-    count = 0
+    count, has_kernels = 0, False
 
     def destroy_when_all_is_done(group: Any = None) -> None:
         kernels.synchronize()
@@ -248,29 +248,33 @@ def one_rank_fails(where: str) -> str:
         raise ValueError("the user's own")
 
     def advance_until_it_waits(microbatch: Any) -> None:
-        nonlocal count
+        nonlocal count, has_kernels
         count += 1
+        has_kernels |= kernels.are_waiting
         if is_last and count == 2 * MICROBATCHES + 1:
             if where == "main":
                 fail()
             made[0].submit(fail)
         if count == 2 * MICROBATCHES + 2 - is_last:
-            # As `loss.cpu()` behind a receive whose sender is gone.
+            # As `loss.cpu()` behind a sum whose other rank is gone.
             kernels.synchronize()
         advance(microbatch)
 
     dist.destroy_process_group = destroy_when_all_is_done
     vars(suspendable)["SuspendableMicrobatch"].advance = advance_until_it_waits
+    strategy = {"virtual_machines": 2, "microbatches": MICROBATCHES, "partition": "uniform"}
+    trainer = quiet_trainer({"devices": 4, "pipeshift": strategy}, max_epochs=1)
     with pytest.raises((ValueError, StageFailedError)) as caught:
-        fit(FewLayers(), points(4), Pipelined("uniform"))
+        trainer.fit(FewLayers(), points(8))
     assert not dist.is_initialized()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    return f"{type(caught.value).__name__}: {caught.value}", has_kernels
 
 
 @pytest.mark.parametrize("where", ["main", "thread"])
 def test_a_rank_that_fails_ends_those_that_wait_for_their_device(where: str) -> None:
-    *survivors, failed = run_ranks(one_rank_fails, 3, where)
+    *survivors, (failed, _) = run_ranks(one_rank_fails, 4, where)
     assert failed == "ValueError: the user's own"
-    for reason in survivors:
-        assert reason.startswith("StageFailedError: Stage 2")
+    for reason, has_kernels in survivors:
+        assert reason.startswith("StageFailedError: Stage 1 of virtual machine 1")
         assert "failed first: ValueError: the user's own" in reason
+        assert has_kernels
