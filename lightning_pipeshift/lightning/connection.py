@@ -190,10 +190,11 @@ class Connection:
             )
         # In the order of the ranks: that of the stages may change.
         world = Channels(everyone, rank, device, watched, of_all, turns)
-        world.shares_memory_with = machine.shares_memory_with
         if topology.num_virtual_machines > 1:
             # So that the links between virtual machines are measured.
             world.share_memory(payload_address(device))
+        else:
+            world.shares_memory_with = machine.shares_memory_with
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
         return self._replicas

@@ -121,7 +121,6 @@ class ValueSteps:
         self._placed.enter_context(core.placed())
         holdings.is_common = lambda buffer: buffer not in core.parameter_owners
         holdings.gradients.sums_shared = not updates_apart
-        holdings.gradients.mailbox = core.mailbox
         self.gathering = Gathering(root, core, channels, self.share, self.meets)
         notes.core, notes.waits_for = core, lambda: self.engine.waits_for
         self._between: Microbatch | None = None
@@ -131,6 +130,7 @@ class ValueSteps:
     def _mailbox(self) -> Mailbox:
         mailbox = self._channels.mailbox()
         mailbox.waiting = self._notes.waiting
+        self._holdings.gradients.mailbox = mailbox
         self._memory.bound_sends(mailbox)
         self._notes.record_messages(mailbox)
         return mailbox
@@ -202,7 +202,6 @@ class ValueSteps:
         reorder()
         numbers = [self._channels.ranks.index(rank) for rank in before]
         self.core.renumber(numbers, self._mailbox())
-        self._holdings.gradients.mailbox = self.core.mailbox
 
     def learn(self) -> None:
         """Begins to learn what steps use behind their reads, which depends on who owns what."""

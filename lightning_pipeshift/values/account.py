@@ -113,13 +113,7 @@ class Account:
         self.name: tuple[int, int, int] | None = None
         self.seen: tuple[int, Tensor] | None = None
         self.layer: int | None = None
-        # As :meth:`begin` does.
-        self.owner = self.last = owner
-        self.tensor = self.link = tensor
-        self.holders = {owner}
-        self.has_left = False
-        self.sent_at: int | None = None
-        self.version = self.memory.num_writes
+        self.begin(owner, tensor)
 
     def begin(self, owner: int, tensor: Tensor | None) -> None:
         """Resets the account to a tensor that only its owner has, as after a write."""
@@ -128,7 +122,7 @@ class Account:
         self.holders = {owner}
         self.last = owner
         self.has_left = False
-        self.sent_at = None
+        self.sent_at: int | None = None
         self.version = self.memory.num_writes
 
     def renumber(self, numbers: Sequence[int]) -> None:

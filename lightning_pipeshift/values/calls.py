@@ -164,8 +164,6 @@ class Calls(CommonTensors):
                 return self._told(call, here, None)
             if call.stream is None and call.label not in DRAW_BY_VALUES:
                 self._draw_likewise(call)
-            if contract.gives_one:
-                return self._made(call, contract.specs[0], None, ())
             return self._given(call, here, [None] * len(contract.specs))
         self.core.computes = True
         if contract is None or contract.written:

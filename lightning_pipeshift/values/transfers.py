@@ -187,16 +187,13 @@ class Transfers(NotedProgram):
         Returns:
             the plain tensor at that stage, ``None`` at the others.
         """
-        account = tensor.account if type(tensor) is Value else self.account_of(tensor)
-        if account.version != account.memory.num_writes:
-            account.refresh()
+        account = self.account_of(tensor)
+        account.refresh()
         if stage not in account.holders:
             self._send(account, tensor, stage, label)
         elif account.sent_at is not None and stage != self.stage:
             self._require_as_sent(account, label)
-        graph = account.graph
-        is_open = graph is None or not self.graphs.is_used(account)
-        if with_gradient and account.requires_grad and is_open:
+        if with_gradient and account.requires_grad and not self.graphs.is_used(account):
             if account.last != stage:
                 self._lead_chain(account, stage, label)
             return account.link if self.stage == stage else None
@@ -299,8 +296,7 @@ class Transfers(NotedProgram):
     def new_value(self, spec: Spec, account: Account) -> Value:
         """The value of an account."""
         value = Value(spec, self.core.device, account)
-        if self.is_alone:
-            self._living.append(weakref.ref(value))
+        self._note_living(value)
         return value
 
     def _note_living(self, value: Tensor) -> None:

@@ -116,7 +116,8 @@ class Channels(Lane):
         Args:
             address: that of this process; ``None`` to share no memory.
         """
-        self.shares_memory_with = ranks_with_shared_memory(self, address, self.device)
+        addresses = self.gather(address)
+        self.shares_memory_with = ranks_with_shared_memory(self, addresses, self.device)
 
     def mailbox(self, others: Collection[int] | None = None) -> Mailbox:
         """Makes a mailbox for this stage; there is one at a time, and every stage makes it.

@@ -1,7 +1,7 @@
-"""Receives what other stages send: one thread for each of them.
+"""Receives the messages of other stages, in a thread for each of these stages.
 
-The threads only receive. What a frame says is decoded by who looks for a message: a thread that
-runs much Python makes the step wait for the interpreter.
+The threads only receive. Frames are decoded in the thread of the step, when it looks for a message:
+a thread that runs much Python code makes the step wait for the interpreter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Received = tuple[int, bytes, Tensor]
 
 
 class Inbox:
-    """What has come from other stages, and is not taken yet.
+    """The messages that other stages have sent and this stage has not used yet.
 
     Args:
         group: a gloo group of the virtual machine's ranks.

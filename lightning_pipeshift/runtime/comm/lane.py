@@ -286,8 +286,8 @@ class Lane:
                 self.send_tensor(value, to)
 
     def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
-        """Yields what :meth:`send_values` sends, name by name; tensors are
-        on the CPU. The caller has to exhaust the iterator.
+        """Yields what :meth:`send_values` sends, name by name; tensors are on the CPU. The caller
+        has to exhaust the iterator.
         """
         heads = self.receive_object(source)
         if not isinstance(heads, dict):

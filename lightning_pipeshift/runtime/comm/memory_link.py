@@ -32,7 +32,7 @@ from lightning_pipeshift.devices.streams import (
     side_stream,
     synchronize,
 )
-from lightning_pipeshift.runtime.comm.lane import Lane, gathered
+from lightning_pipeshift.runtime.comm.lane import Lane
 
 log = logging.getLogger(__name__)
 
@@ -209,21 +209,21 @@ def _parts(buffer: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
 
 
 def ranks_with_shared_memory(
-    lane: Lane, address: Address | None, device: torch.device
+    lane: Lane, addresses: Sequence[Address | None], device: torch.device
 ) -> frozenset[int]:
     """The ranks of a lane that can reach this rank's memory, and this rank theirs: each pair with
     equal addresses tries it. Every rank of the lane calls this.
 
     Args:
         lane: for objects.
-        address: that of this process; ``None`` to share no memory.
+        addresses: by stage, that of its process; ``None`` for one that shares no memory.
         device: this rank's.
     """
-    addresses = dict(gathered((lane.ranks[lane.stage], address), lane.control, lane.watched))
+    address = addresses[lane.stage]
     ends = {
         stage: MemoryEnd(device)
-        for stage, rank in enumerate(lane.ranks)
-        if stage != lane.stage and address is not None and addresses[rank] == address
+        for stage, other in enumerate(addresses)
+        if stage != lane.stage and address is not None and other == address
     }
     failures: dict[int, str] = {}
     # The second time the tensor comes in the same buffer: a copy of the first is no shared memory.

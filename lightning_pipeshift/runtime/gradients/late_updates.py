@@ -56,11 +56,12 @@ class _Late:
     """Parameters whose update waits.
 
     Args:
-        parameters: they.
+        parameters: those that are updated.
         is_due: whether the update can be made without waiting.
         take: waits for the gradients, and takes them from the parameters.
-        layer: the one whose sum it waits for; ``None``: it waits for what nobody can hasten.
-        tag: what the caller has said of the update's last batch.
+        layer: the number of the layer whose gradient is being summed; ``None``: the update waits
+            for weights from another stage.
+        tag: given by the caller, and passed to what makes the update.
     """
 
     parameters: Sequence[nn.Parameter]

@@ -227,7 +227,7 @@ class HeldGradients:
                 start = self._receive(use, holders[place + 1])
             total, use.parameter.grad = use.parameter.grad, None
             if start is not None:
-                # Nobody else has what has come.
+                # Nothing else uses the received tensor, so it may be written to.
                 total = start if total is None else start.add_(total)
             elif total is not None and not place and not is_alone(total):
                 total = total.clone()
@@ -245,7 +245,8 @@ class HeldGradients:
 
     def pass_shared_around(self) -> None:
         """Sends the first holder's gradient of a shared parameter to every holder."""
-        for use in self.shared:
+        shared = self.shared
+        for use in shared:
             if not use.parameter.requires_grad:
                 continue
             first, *others = self._sharers(use.parameter)
@@ -254,7 +255,7 @@ class HeldGradients:
                     self._send(use.name, use.parameter.grad, to)
             else:
                 use.parameter.grad = self._receive(use, first)
-        if self.shared and self.mailbox is not None:
+        if shared and self.mailbox is not None:
             # The optimizer may write to what has been sent.
             self.mailbox.await_sent(Kind.LABELLED)
 

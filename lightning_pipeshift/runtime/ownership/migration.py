@@ -59,7 +59,7 @@ _EARLY, _FINAL = 0, 1
 
 
 class Turn(NamedTuple):
-    """What a stage does next: a step, or the forward of a minibatch.
+    """The next step of a stage; in an asynchronous schedule, its next forward.
 
     Args:
         number: counts them.
@@ -149,7 +149,7 @@ class Migration:
 
     @property
     def moving(self) -> Moving:
-        """What takes memory of this stage because of the move."""
+        """The layers that take memory on this stage because they move."""
         if self.is_over:
             return Moving()
         if self._in_flight is not None:
@@ -320,8 +320,8 @@ class Migration:
         """How many updates are in the weights that a forward on this stage uses."""
         versions = in_flight.versions
         if versions.delays:
-            # Its first update is made to weights that no forward of that update uses, unless the
-            # pipeline has begun anew with it.
+            # The first update at the new owner changes weights that no forward of that update has
+            # used, unless the pipeline was empty when the update began.
             is_first = turn.update == self.update != versions.began_anew_with
             return self.update - is_first
         is_behind = source < self._holdings.stage

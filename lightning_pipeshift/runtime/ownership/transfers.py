@@ -30,8 +30,9 @@ from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
 Values = dict[tuple[Any, ...], Any]
-"""What is sent besides weights, by names: of a layer's state, a layer and the keys of
-:func:`other_state`; of the optimizer's, a parameter's place, the index of an optimizer and a name.
+"""The values that are sent besides weights, by name. The name of a layer's state is the layer and
+the keys of :func:`other_state`; that of an optimizer's state is the place of the parameter, the
+index of the optimizer, and the optimizer's own name.
 """
 
 # In place of the index of an optimizer: a gradient from before a step.
@@ -101,7 +102,7 @@ class Transfer:
 
 
 class Outgoing(Transfer):
-    """What this stage sends to another one."""
+    """The tensors of layers that this stage sends to another one."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer)
@@ -218,7 +219,7 @@ class Outgoing(Transfer):
 
 
 class Incoming(Transfer):
-    """What this stage gets from another one, as far as it has arrived."""
+    """The tensors of layers that this stage receives from another one."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer)

@@ -160,7 +160,7 @@ class WeightVersions:
 
 
 class InFlight(NamedTuple):
-    """What a move has to know of minibatches in flight.
+    """The minibatches in flight, as far as the move of a layer depends on them.
 
     Args:
         versions: the stage's weights.
