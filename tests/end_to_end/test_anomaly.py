@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift import NotFiniteError
+from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
 
@@ -103,3 +108,28 @@ def test_infinite_values_are_told_and_go_on(caplog: pytest.LogCaptureFixture) ->
 
 def test_without_it_nothing_is_looked_at() -> None:
     assert run_ranks(train, 2, "nan", 0, [2, 2], False) == [4, 4]
+
+
+def collects_in_a_child(how: str, num_stages: int) -> int:
+    """Trains, and collects all garbage in a forked child; returns how the child ended."""
+    gc.collect()
+    gc.disable()
+    with suppress(NotFiniteError, StageFailedError):
+        train(how, 0, [4 // num_stages] * num_stages)
+    child = os.fork()
+    if child == 0:
+        # A child that waits for ever is ended by this signal.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        gc.collect()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("how", ["nan", "infinite"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_worker_that_is_forked_later_may_collect_what_a_run_left(
+    how: str, num_stages: int
+) -> None:
+    # A group's destruction waits for its threads, and a forked process has none of them.
+    assert run_ranks(collects_in_a_child, num_stages, how, num_stages) == [0] * num_stages

@@ -4,10 +4,13 @@ connections, whose packets have the lane's mark.
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +73,7 @@ class Lanes:
             ranks: the members.
             lane: the name of the lane that it is.
         """
+        _never_collect_groups_in_children()
         before = open_sockets()
         control = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
         sockets = open_sockets() - before
@@ -110,3 +114,12 @@ def group_timeout(timeout: timedelta | None) -> timedelta:
     """
     default: timedelta = dist.default_pg_timeout
     return default if timeout is None else max(timeout, default)
+
+
+@cache
+def _never_collect_groups_in_children() -> None:
+    """Leaves what is garbage at a fork alone in the forked process, such as a loader's worker. A
+    group waits for its threads when it is destroyed, and a forked process has none of them: it
+    would wait for ever, or crash. A failed run leaves such garbage: its errors refer to frames.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
