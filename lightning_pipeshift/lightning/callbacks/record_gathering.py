@@ -19,16 +19,13 @@ import torch
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.comm.channels import Channels, lane_name
-from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.lane import Lane, Subject
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.clocks import Ping, offset_of
 from lightning_pipeshift.timeline.recording import Mark, RankRecord, Recording, What
 
-# The numbers of the lanes.
-_RECORDS: Final = 10
-_PINGS: Final = 11
 _NUM_PINGS: Final = 24
 
 
@@ -83,8 +80,8 @@ class Gathering:
         self._hosts = hosts
         self._take = take
         # Lanes of its own: their messages do not mix with those of the steps.
-        self._lane = world.bulk(_RECORDS)
-        self._pings = Lane(world.ranks, world.stage, world.control, world.watched, _PINGS)
+        self._lane = world.bulk(Subject.RECORDS)
+        self._pings = Lane(world.ranks, world.stage, world.control, world.watched, Subject.PINGS)
         self._thread = InOrder("timeline")
         self._pending: list[Future[None]] = []
 

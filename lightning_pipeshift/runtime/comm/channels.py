@@ -18,15 +18,13 @@ from torch import Tensor
 from lightning_pipeshift.devices.shared_memory import Address
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
-from lightning_pipeshift.runtime.comm.lane import Lane, Paced, finish, gathered
+from lightning_pipeshift.runtime.comm.lane import Lane, Paced, Subject, finish, gathered
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.runtime.comm.memory_link import ranks_with_shared_memory
 from lightning_pipeshift.runtime.comm.sockets import Opened, ends_soon, keep_for_ever, shut_down
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched
 
-# The numbers of lanes.
-_MEASUREMENTS = 8
 # The urgency of swapped tensors that come back, before all gradients, and of those that are swapped
 # out, behind them.
 _BACK = -1
@@ -86,7 +84,7 @@ class Channels(Lane):
             for group in (groups.swaps, groups.bulk)
         ]
         self.turns = turns or Turns()
-        self.measurements = Lane(ranks, stage, self.control, watched, _MEASUREMENTS)
+        self.measurements = Lane(ranks, stage, self.control, watched, Subject.MEASUREMENTS)
         """Apart from what is sent in steps."""
         self._pipeline_sockets = groups.pipeline.sockets
         self._sockets = self._pipeline_sockets.union(*(one.sockets for one in self._transfers))
@@ -136,33 +134,33 @@ class Channels(Lane):
             others,
         )
 
-    def bulk(self, number: int = 0) -> Lane:
+    def bulk(self, subject: Subject) -> Lane:
         """A lane for large transfers that are not urgent: tensors wait while any other large
         message does. Only one thread at a time may use it for the same stage and direction.
 
         Args:
-            number: the lane's number; different lanes do not wait for each other.
+            subject: of its messages; different lanes do not wait for each other.
         """
         group = self._transfers[1]
         if group.control is None:
             # Ranks of several virtual machines have no connections for it.
             group = Group(self.control, self._pipeline_sockets)
-        return self._transfer_lane(group, number, BACKGROUND)
+        return self._transfer_lane(group, subject, BACKGROUND)
 
-    def swaps(self, number: int, comes_back: bool) -> Lane:
+    def swaps(self, subject: Subject, comes_back: bool) -> Lane:
         """A lane for swapped tensors, as :meth:`bulk`.
 
         Args:
-            number: the lane's number.
+            subject: of its messages.
             comes_back: whether it carries those that a backward needs next. They go before all
                 gradients; those that are swapped out, behind them.
         """
         urgency = Urgency(_BACK if comes_back else _OUT)
-        return self._transfer_lane(self._transfers[not comes_back], number, urgency)
+        return self._transfer_lane(self._transfers[not comes_back], subject, urgency)
 
-    def _transfer_lane(self, group: Group, number: int, urgency: Urgency) -> Lane:
+    def _transfer_lane(self, group: Group, subject: Subject, urgency: Urgency) -> Lane:
         paced = Paced(self.turns, urgency)
-        return Lane(self.ranks, self.stage, group.control, self.watched, number, paced)
+        return Lane(self.ranks, self.stage, group.control, self.watched, subject, paced)
 
     @property
     def traffic(self) -> dict[str, LaneTraffic]:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,31 @@ _HEADER_BYTES = 8
 # The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
 _SMALL_BYTES = 1024
+
+
+class Subject(IntEnum):
+    """What the messages of a lane are about. Several lanes share the connections of a group, and
+    their messages do not mix.
+    """
+
+    REPORTS = 0
+    """Results, plans, and all else that stages tell each other in between."""
+    MOVES = 1
+    """Layers that move."""
+    RECEIPTS = 2
+    """That they have arrived: two stages may each get layers of the other."""
+    LENT = 3
+    """Blocks of saved tensors on their way to a stage that lends memory."""
+    RETURNED = 4
+    """Those blocks on their way back, with requests for blocks in the opposite direction."""
+    ANSWERS = 5
+    """Of lenders, to announcements of blocks."""
+    MEASUREMENTS = 6
+    """Made apart from what is sent in steps."""
+    RECORDS = 7
+    """Of a timeline."""
+    PINGS = 8
+    """Between the clocks of a timeline's ranks."""
 
 
 def finish(work: Any, watched: Watched) -> None:
@@ -160,7 +186,7 @@ class Lane:
         stage: this stage.
         control: the process group.
         watched: the context to communicate in.
-        number: distinguishes its messages from those of the group's other lanes.
+        subject: of its messages.
         paced: if given, a tensor that :meth:`send_tensor` sends leaves in blocks, each when it is
             its turn. Both ends have one, or none has.
     """
@@ -171,14 +197,14 @@ class Lane:
         stage: int,
         control: Any,
         watched: Watched,
-        number: int = 0,
+        subject: Subject = Subject.REPORTS,
         paced: Paced | None = None,
     ) -> None:
         self.control = control
         self.watched = watched
         self._paced = paced
         self._object_sends: list[Sent] = []
-        self._object_tag = _FIRST_TAG + 2 * number
+        self._object_tag = _FIRST_TAG + 2 * subject
         self._tensor_tag = self._object_tag + 1
         self.number_stages(ranks, stage)
 

@@ -29,15 +29,11 @@ from lightning_pipeshift.devices.shared_memory import (
 from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import Codec
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.lane import Lane, Subject
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
 from lightning_pipeshift.runtime.offload.copying import Done, ThreadTicket, Ticket, nothing
 from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock
-
-# The lanes of blocks: to the lenders; back, with requests for blocks in the opposite direction; and
-# of lenders' answers to announcements of blocks.
-_THERE, _BACK, _ANSWERS = 1, 2, 3
 
 _NOT_SENT: Final = -1
 """Stands for the number of a buffer, of a part that was forgotten before it was sent."""
@@ -63,7 +59,7 @@ class Lender:
     """Keeps blocks of other stages, in memory that the plan reserves for them.
 
     Args:
-        lanes: makes the lane with a number, given whether blocks come back on it.
+        lanes: makes the lane for a subject, given whether blocks come back on it.
         device: where to keep the blocks.
         threads: their threads wait for other stages.
         take_room: called with the bytes of a block that arrives, and, negative, of one that leaves.
@@ -72,7 +68,7 @@ class Lender:
 
     def __init__(
         self,
-        lanes: Callable[[int, bool], Lane],
+        lanes: Callable[[Subject, bool], Lane],
         device: torch.device,
         threads: Threads,
         take_room: Callable[[int], None],
@@ -99,7 +95,7 @@ class Lender:
             self._threads.submit(partial(self._answer, stage))
 
     def _receive(self, stage: int) -> None:
-        lane, pool = self._lanes(_THERE, False), self.pools[stage]
+        lane, pool = self._lanes(Subject.LENT, False), self.pools[stage]
         last: Tensor | None = None
         while True:
             put = lane.receive_object(stage)
@@ -150,13 +146,13 @@ class Lender:
         except RuntimeError as error:
             # The allocator's settings (`expandable_segments`) or a container may forbid it.
             answer, pool.is_shared = str(error), False
-        answers = self._lanes(_ANSWERS, False)
+        answers = self._lanes(Subject.ANSWERS, False)
         answers.send_object(answer, stage)
         answers.settle()
         return isinstance(answer, Opening)
 
     def _answer(self, stage: int) -> None:
-        lane, pool = self._lanes(_BACK, True), self.pools[stage]
+        lane, pool = self._lanes(Subject.RETURNED, True), self.pools[stage]
         try:
             while (asked := lane.receive_object(stage)) is not None:
                 key, is_wanted = asked
@@ -185,7 +181,7 @@ class Borrower:
 
     Args:
         stage: the lender.
-        lanes: makes the lane with a number, given whether blocks come back on it.
+        lanes: makes the lane for a subject, given whether blocks come back on it.
         on_error: called in a thread that has failed.
         device: that of this stage.
         address: that of this process; ``None`` to send every block.
@@ -195,7 +191,7 @@ class Borrower:
     def __init__(
         self,
         stage: int,
-        lanes: Callable[[int, bool], Lane],
+        lanes: Callable[[Subject, bool], Lane],
         on_error: Callable[[BaseException], None],
         device: torch.device,
         address: Address | None = None,
@@ -217,7 +213,7 @@ class Borrower:
 
     def key(self) -> Key:
         """A new key, which no other block of this stage has."""
-        return self._lanes(_THERE, False).stage, next(self._numbers)
+        return self._lanes(Subject.LENT, False).stage, next(self._numbers)
 
     def send(self, key: Key, block: Tensor) -> int | None:
         """Sends or copies a block's part to the lender. Returns, when its memory may be reused, the
@@ -228,17 +224,19 @@ class Borrower:
             copy(self._opened[number], block, self.device)
             self.num_direct += 1
         else:
-            self._lanes(_THERE, False).send_tensor(block, self.stage)
+            self._lanes(Subject.LENT, False).send_tensor(block, self.stage)
         return number
 
     def _number(self, key: Key, num_bytes: int) -> int | None:
         """Announces a block; returns the number of the buffer to copy it to, or ``None`` if it is
         to be sent.
         """
-        self._tell(_THERE, _Put(key, num_bytes, self._address, self._num_asked))
+        self._tell(Subject.LENT, _Put(key, num_bytes, self._address, self._num_asked))
         if self._address is None:
             return None
-        opening: Opening | str | None = self._lanes(_ANSWERS, False).receive_object(self.stage)
+        opening: Opening | str | None = self._lanes(Subject.ANSWERS, False).receive_object(
+            self.stage
+        )
         if not isinstance(opening, Opening):
             self._send_all(opening)
             return None
@@ -280,11 +278,11 @@ class Borrower:
         """
         # First: a block that is announced now may need the memory.
         self._num_asked += 1
-        return self._tell(_BACK, (key, is_wanted))
+        return self._tell(Subject.RETURNED, (key, is_wanted))
 
-    def _tell(self, number: int, message: Any) -> Lane:
+    def _tell(self, subject: Subject, message: Any) -> Lane:
         """Sends a message on a lane to the lender; returns the lane."""
-        lane = self._lanes(number, number == _BACK)
+        lane = self._lanes(subject, subject is Subject.RETURNED)
         lane.send_object(message, self.stage)
         lane.settle()
         return lane
@@ -293,9 +291,9 @@ class Borrower:
         """Tells the other stage to stop serving this one."""
 
         def leave() -> None:
-            self._tell(_THERE, None)
+            self._tell(Subject.LENT, None)
             # All requests for the other lane have been submitted only now.
-            self.back.submit(partial(self._tell, _BACK, None))
+            self.back.submit(partial(self._tell, Subject.RETURNED, None))
             self.back.close()
 
         self.there.submit(leave)

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.devices.streams import Event, record_event
 from lightning_pipeshift.model.parameters.uses import flat_weights_forgotten, hold, other_state
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.runtime.comm.lane import Subject
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -52,8 +53,6 @@ from lightning_pipeshift.runtime.ownership.weight_versions import InFlight, Weig
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 
-# The lane of the receipts: two stages may each get layers of the other.
-_RECEIPTS = 4
 # Versions between two steps: while user code may change the weights, and that of the step.
 _EARLY, _FINAL = 0, 1
 
@@ -133,12 +132,13 @@ class Migration:
             for place, parameter in enumerate(incoming.parameters):
                 incoming.memory[place] = memory_like(parameter, device)
         ready, bulk = self._mark(), holdings.channels.bulk
+        moves, receipts = Subject.MOVES, Subject.RECEIPTS
         self._work: list[Future[None]] = []
         for outgoing in self._outgoing:
-            send = partial(outgoing.send, bulk(), bulk(_RECEIPTS), device, unpin)
+            send = partial(outgoing.send, bulk(moves), bulk(receipts), device, unpin)
             self._work.append(threads.submit(send))
         for incoming in self._incoming:
-            args = bulk(), bulk(_RECEIPTS), device, state_device, ready
+            args = bulk(moves), bulk(receipts), device, state_device, ready
             self._work.append(threads.submit(partial(incoming.receive, *args)))
 
     @property

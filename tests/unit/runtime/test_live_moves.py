@@ -23,8 +23,9 @@ from lightning_pipeshift.model.parameters.gradients import Gradients
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
+from lightning_pipeshift.runtime.comm.lane import Subject
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
-from lightning_pipeshift.runtime.ownership import migration, transfers
+from lightning_pipeshift.runtime.ownership import transfers
 from lightning_pipeshift.runtime.ownership.changes import Changes
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, Turn
@@ -86,7 +87,7 @@ class Lane:
     def __init__(self, network: Network, number: int, stage: int, seen: Seen) -> None:
         self._network, self._name, self._stage = network, f"a move, lane {number}", stage
         self._sent_to: set[int] = set()
-        self._acknowledged = seen.acknowledged if number == migration._RECEIPTS else set()
+        self._acknowledged = seen.acknowledged if number == Subject.RECEIPTS else set()
 
     def send_object(self, message: Any, to: int) -> None:
         self._sent_to.add(to)
@@ -177,7 +178,7 @@ class OneStage:
             stage=stage,
             num_stages=case.num_stages,
             device=CPU,
-            bulk=lambda number=0: Lane(network, number, stage, seen),
+            bulk=lambda subject: Lane(network, subject, stage, seen),
         )
         layers = list(root.layers)
         uses = parameter_uses(root, layers)
