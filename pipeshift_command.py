@@ -1,8 +1,8 @@
 """The ``pipeshift`` command.
 
 It is not in the package, because importing the package imports torch and Lightning, which takes
-several seconds: ``pipeshift --help`` and ``pipeshift status``, ``move`` and ``lanes`` need neither,
-nor does ``plan`` for machines that are described in a file.
+several seconds: ``pipeshift --help`` and ``pipeshift move``, ``timeline`` and ``doctor --lanes``
+need neither, nor does ``plan`` for machines that are described in a file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ commands:
   plan       measure the model and the devices, and plan without training
   memory     show where each device's memory goes
   export     make one file, with the weights of the whole model, of a checkpoint
-  status     show which stage owns which layers in a run that is under way
-  move       move layers of a run that is under way
-  timeline   show a step that a run has recorded, and what its plan expected
-  doctor     look at devices, hosts and the network between them before a run
-  report     write a page about a run: plans, step times, stages, memory, lanes
-  lanes      make a host's network carry urgent packets first
+  move       show which stage owns which layers in a run that is under way, and move some
+  timeline   show a step that a run has recorded, and what its plan expected, or write a page
+             about the run: plans, step times, stages, memory, lanes
+  doctor     look at devices, hosts and the network between them before a run, and make a
+             host's network carry urgent packets first
 
 options:
   -h, --help  show this help
@@ -45,19 +44,16 @@ def main() -> None:
     if arguments[:1] in (["-h"], ["--help"]):
         print(HELP, end="")
         return
-    if arguments[:1] in (["status"], ["move"]):
+    if arguments[:1] == ["move"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.running import main as run
     elif arguments[:1] == ["timeline"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.timeline import main as run
-    elif arguments[:1] == ["report"]:
-        _leave_out_package_code()
-        from lightning_pipeshift.commands.report import main as run
-    elif arguments[:1] == ["lanes"]:
+    elif arguments[:1] == ["doctor"] and _names(arguments, "--lanes"):
         _leave_out_package_code()
         from lightning_pipeshift.commands.lanes import main as run
-    elif arguments[:1] == ["plan"] and not _measures(arguments[1:]):
+    elif arguments[:1] == ["plan"] and _names(arguments, "--cluster", "--profile", "-h", "--help"):
         _leave_out_package_code()
         from lightning_pipeshift.commands.planning import command as run
     else:
@@ -70,10 +66,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _measures(arguments: list[str]) -> bool:
-    """Whether ``pipeshift plan`` with these arguments measures the present machines."""
-    described = ("--cluster", "--profile", "-h", "--help")
-    return not any(word.split("=")[0] in described for word in arguments)
+def _names(arguments: list[str], *options: str) -> bool:
+    """Whether one of some options is among the arguments."""
+    return any(word.split("=")[0] in options for word in arguments)
 
 
 def _leave_out_package_code() -> None:

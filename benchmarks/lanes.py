@@ -3,8 +3,9 @@
     python -m benchmarks.lanes
 
 Two hosts with 200 Mbit/s between them (network namespaces: `benchmarks/hosts.py`; needs root), set
-up by `pipeshift lanes --apply`. A rank sends on the lane `pipeline` and on `bulk` at the same time,
-as fast as it can. What part of the link does each get, of what `pipeline` gets alone? With and
+up by `pipeshift doctor --lanes DEVICE --apply`. A rank sends on the lane `pipeline` and on `bulk`
+at the same time, as fast as it can.
+What part of the link does each get, of what `pipeline` gets alone? With and
 without the lanes' marks, in turns; without them all traffic is one class, first come, first served.
 """
 
@@ -41,7 +42,7 @@ def honour(made: Hosts, megabits: float = MEGABITS) -> None:
     for host in range(len(made.namespaces)):
         # A little below the link's rate, so that packets wait where their order is decided.
         rate = f"{0.97 * megabits:.0f}mbit"
-        options = ["lanes", "--dev", CARD, "--rate", rate, "--floor", str(FLOOR), "--apply"]
+        options = ["doctor", "--lanes", CARD, "--rate", rate, "--floor", str(FLOOR), "--apply"]
         subprocess.run(
             made.command(host, [sys.executable, "-c", code, *options]),
             check=True,

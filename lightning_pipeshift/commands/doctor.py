@@ -10,6 +10,7 @@ from typing import Final
 
 import torch.distributed as dist
 
+from lightning_pipeshift.commands import lanes
 from lightning_pipeshift.commands.host_findings import Finding, host_findings
 from lightning_pipeshift.commands.link_findings import link_findings
 from lightning_pipeshift.errors import ConfigurationError
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str]) -> None:
         description="Shows the devices, the software and the limits of this host, and what to do "
         "about each. Under torchrun it looks at all hosts, their clocks and the links between "
         "them.",
+        epilog=lanes.parser().format_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(list(arguments))
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         print(report({host_names([network_host()])[0]: host_findings()}, [_ALONE]))

@@ -135,7 +135,7 @@ def _lanes_on(name: str) -> Finding:
         return Finding(what, f"not known: {error}", "run it as root, or outside of the container")
     if not lacking:
         return Finding(what, "honoured")
-    advice = f"`pipeshift lanes --dev {name}` says how"
+    advice = f"`pipeshift doctor --lanes {name}` says how"
     advice += "; it matters with several virtual machines (replicas of the pipeline)"
     return Finding(what, f"not honoured: {lacking[0]}", advice)
 

@@ -1,4 +1,5 @@
-"""``pipeshift lanes``: prints, checks or runs what makes a Linux host carry urgent packets first.
+"""``pipeshift doctor --lanes``: prints, checks or runs what makes a Linux host carry urgent packets
+first.
 
 The host's packets leave in the order of their lanes (HTB, Linux's hierarchical token bucket): what
 a lane does not use, the next one gets. Each lane has a floor, so none starves. Imports neither
@@ -160,7 +161,7 @@ def missing(device: str, classes: Sequence[TrafficClass]) -> list[str]:
 def _tc(command: str) -> str:
     if shutil.which("tc") is None:
         raise ConfigurationError(
-            "the program `tc` is not here: install iproute2, or run `pipeshift lanes` on the host"
+            "the program `tc` is not here: install iproute2, or run this command on the host"
             " that is to be changed"
         )
     done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
@@ -179,23 +180,26 @@ def _mark(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pipeshift lanes",
+def parser() -> argparse.ArgumentParser:
+    """That of the options, for the help of ``pipeshift doctor``, too."""
+    made = argparse.ArgumentParser(
+        prog="pipeshift doctor",
         description="Prints the tc commands (HTB) that make this Linux host send the packets of"
         " urgent lanes first, and says whether it already does. Changes nothing without --apply."
         " Switches on the way have settings of their own for the same marks.",
         allow_abbrev=False,
     )
-    parser.add_argument("--dev", required=True, help="the network device, eth0 for example")
-    parser.add_argument("--rate", help="of its link, 10gbit for example; by default as it reports")
-    parser.add_argument(
+    made.add_argument(
+        "--lanes", dest="dev", required=True, metavar="DEVICE", help="eth0 for example"
+    )
+    made.add_argument("--rate", help="of its link, 10gbit for example; by default as it reports")
+    made.add_argument(
         "--floor",
         type=float,
         default=0.02,
         help="the part of the link that each lane has for certain (default: %(default)s)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--mark",
         type=_mark,
         action="append",
@@ -203,14 +207,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LANE=DSCP",
         help="another mark for a lane, as in the strategy's lane_marks",
     )
-    parser.add_argument("--apply", action="store_true", help="run the commands (as root)")
-    return parser
+    made.add_argument("--apply", action="store_true", help="run the commands (as root)")
+    return made
 
 
 def main() -> None:
     """Runs the command, by ``sys.argv``."""
     with brief_errors():
-        print(report(**vars(_parser().parse_args(sys.argv[2:]))))
+        print(report(**vars(parser().parse_args(sys.argv[2:]))))
 
 
 def report(

@@ -1,4 +1,4 @@
-"""The page that ``pipeshift report`` writes: HTML with SVG and without scripts or other files."""
+"""The page that ``pipeshift timeline`` writes: HTML with SVG and without scripts or other files."""
 
 from __future__ import annotations
 

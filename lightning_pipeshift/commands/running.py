@@ -1,4 +1,4 @@
-"""``pipeshift status`` and ``pipeshift move``: for a run that another process trains.
+"""``pipeshift move``: shows and moves the layers of a run that another process trains.
 
 Imports neither torch nor Lightning.
 """
@@ -77,39 +77,30 @@ def _is_alive(status: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Runs one of the two commands, by ``sys.argv``."""
+    """Runs ``pipeshift move``, by ``sys.argv``."""
     with brief_errors():
-        {"status": status, "move": move}[sys.argv[1]](sys.argv[2:])
+        move(sys.argv[2:])
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"pipeshift {name}", description=description)
+def move(arguments: Sequence[str]) -> None:
+    """Runs ``pipeshift move``. Raises SystemExit if nothing moves, or there is no answer."""
+    parser = argparse.ArgumentParser(
+        prog="pipeshift move",
+        description="Moves layers of a run to other stages, all at once. Without layers, shows "
+        "which stage owns which, and the speed of the stages.",
+    )
+    parser.add_argument(
+        "moves",
+        nargs="*",
+        metavar="LAYER STAGE",
+        help="a layer's name as this command shows it, and its new stage; may be repeated",
+    )
     parser.add_argument(
         "--run",
         type=Path,
         required=True,
         metavar="DIR",
         help="the run's folder, which it printed at its start, or a parent folder",
-    )
-    return parser
-
-
-def status(arguments: Sequence[str] | None = None) -> None:
-    """Runs ``pipeshift status``."""
-    parser = _parser("status", "Shows the owners of a run's layers, and the speed of its stages.")
-    folder = folder_of(parser.parse_args(arguments).run)
-    found = _status(folder)
-    print(printable(shown(found, _is_alive(found))))
-
-
-def move(arguments: Sequence[str] | None = None) -> None:
-    """Runs ``pipeshift move``. Raises SystemExit if nothing moves, or there is no answer."""
-    parser = _parser("move", "Moves layers of a run to other stages, all at once.")
-    parser.add_argument(
-        "moves",
-        nargs="+",
-        metavar="LAYER STAGE",
-        help="a layer's name as `pipeshift status` shows it, and its new stage; may be repeated",
     )
     parser.add_argument(
         "--virtual-machine",
@@ -131,8 +122,14 @@ def move(arguments: Sequence[str] | None = None) -> None:
         Move(layer=name, stage=int(stage), virtual_machine=options.virtual_machine)
         for name, stage in zip(names, stages, strict=True)
     ]
+    print(printable(_moved(options, moves)))
+
+
+def _moved(options: argparse.Namespace, moves: Sequence[Move]) -> str:
     folder = folder_of(options.run)
     found = _status(folder)
+    if not moves:
+        return shown(found, _is_alive(found))
     if not _is_alive(found):
         raise SystemExit(
             f"nothing moves: the run's process {found['process']} has ended without an error "
@@ -146,7 +143,7 @@ def move(arguments: Sequence[str] | None = None) -> None:
         )
     if not answer.is_done:
         raise SystemExit(printable(answer.text))
-    print(printable(answer.text))
+    return answer.text
 
 
 # --- a status as text ---

@@ -139,7 +139,7 @@ class Run:
         except OSError as error:
             _say(f"this run takes no requests for moves, as its folder is not writable: {error}.")
         else:
-            _say(f"`pipeshift status --run {folder}` shows the status of this run.")
+            _say(f"`pipeshift move --run {folder}` shows the status of this run.")
 
     def release(self) -> None:
         """Takes no more requests, and ends what runs beside the steps."""

@@ -76,8 +76,8 @@ class PipeShiftStrategy(StrategyHooks):
         stall_timeout: after how many seconds without a completed action on any rank the first rank
             reports which rank the others wait for, and its activity; 0: never.
         lane_marks: whether the packets of each lane (payloads, gradients, bulk) get a DSCP value,
-            by which a network can carry urgent ones first: see ``pipeshift lanes``. A dict replaces
-            values by the lane's name: ``{"pipeline": 46}``.
+            by which a network can carry urgent ones first: see ``pipeshift doctor --lanes``. A dict
+            replaces values by the lane's name: ``{"pipeline": 46}``.
         overlap_updates: whether the optimizer updates a layer when its own gradient is summed over
             the virtual machines, so that the next step's forward begins while other sums are still
             on their way. ``False``: all layers are updated together. The bits are the same.

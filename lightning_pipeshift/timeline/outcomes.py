@@ -1,5 +1,5 @@
 """Automatic changes of the plan: what each one expected, and what was measured. A value; JSON on
-disk. The log, ``pipeshift status``, ``pipeshift report`` and the loggers show these figures.
+disk. The log, ``pipeshift move``, ``pipeshift timeline`` and the loggers show these figures.
 """
 
 from __future__ import annotations

@@ -68,13 +68,13 @@ def send_on_each(marks: dict[str, int] | None) -> None:
 def marked(on: Hosts, marks: dict[str, int] | None, arguments: Sequence[str] = ()) -> None:
     for host in range(2):
         assert "honours the lanes" in pipeshift(
-            on, host, "lanes", "--dev", CARD, "--rate", "400mbit", "--apply", *arguments
+            on, host, "doctor", "--lanes", CARD, "--rate", "400mbit", "--apply", *arguments
         )
     on.run(send_on_each, marks)
 
 
 def test_each_lane_is_a_class_of_its_own_on_the_network(two_hosts: Hosts) -> None:
-    before = pipeshift(two_hosts, 0, "lanes", "--dev", CARD)
+    before = pipeshift(two_hosts, 0, "doctor", "--lanes", CARD)
     assert "does not honour the lanes: eth0 has no HTB at its root" in before
     marked(two_hosts, {"bulk": 10}, ["--mark", "bulk=10"])
     found = sent_bytes(two_hosts, 0)
@@ -83,9 +83,9 @@ def test_each_lane_is_a_class_of_its_own_on_the_network(two_hosts: Hosts) -> Non
     assert found["gradients-1"] == 0
     # The rendezvous, and what tells ranks that the others are alive.
     assert found[""] < 200_000
-    now = pipeshift(two_hosts, 0, "lanes", "--dev", CARD, "--mark", "bulk=10")
+    now = pipeshift(two_hosts, 0, "doctor", "--lanes", CARD, "--mark", "bulk=10")
     assert "# eth0 honours the lanes." in now
-    other = pipeshift(two_hosts, 0, "lanes", "--dev", CARD, "--mark", "pipeline=41")
+    other = pipeshift(two_hosts, 0, "doctor", "--lanes", CARD, "--mark", "pipeline=41")
     assert "no filter of eth0 matches the mark of lane pipeline" in other
 
 

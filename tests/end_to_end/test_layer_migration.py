@@ -161,7 +161,8 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
     assert first["counts"][-1][0] >= 6
     for one, other in zip((first, second), stays, strict=True):
         assert not differences(one["parameters"], other["parameters"], 0, 0)
-    # Loggers, callback metrics, the log, and the file for `pipeshift report` have the same figures.
+    # Loggers, callback metrics, the log, and the file for the run's page have the same
+    # figures.
     known = first["outcomes"]
     for name in ("before_seconds", "expected_seconds", "after_seconds"):
         logged = [row[f"pipeshift/{name}"] for row in first["logged"]]
@@ -249,7 +250,7 @@ def stops(watches: bool) -> Any:
 
 
 class AsksForStatus(L.Callback):
-    """What `pipeshift status` shows at the end of a run."""
+    """What `pipeshift move` shows at the end of a run."""
 
     text = ""
 

@@ -1,4 +1,4 @@
-"""`pipeshift report`: a page of recorded steps, as a browser without a network shows it."""
+"""`pipeshift timeline`: a page of recorded steps, as a browser without a network shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipeshift.commands import report
+from lightning_pipeshift.commands import timeline
 from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.timeline import outcomes
@@ -56,7 +56,7 @@ def test_a_browser_shows_the_page_of_a_run(
         Change("c", 1.5, 1.25, 200),
     ]
     outcomes.save(known, folder)
-    report.main(["--run", str(tmp_path / "run")])
+    timeline.main([str(tmp_path / "run")])
     path = folder / "report.html"
     assert str(path) in capsys.readouterr().out
     assert not re.search(r"(src|href|@import|url\()", path.read_text())

@@ -48,7 +48,7 @@ PARTS = {
     "step/checksum.py": "of errors",
     "step/control_files.py": "of an answer",
     "timeline/chrome_trace.py": "of a track's name; that of the first track is explained",
-    "timeline/slow_ranks.py": "of a log, and of `pipeshift report` below its tables",
+    "timeline/slow_ranks.py": "of a log, and of `pipeshift timeline` below its tables",
     "timeline/text.py": "of a drawing",
 }
 
@@ -164,7 +164,6 @@ def test_what_is_printed_at_once_explains_it(capfd: pytest.CaptureFixture[str]) 
     "command",
     [
         running.move,
-        running.status,
         check.main,
         memory.main,
         measuring.main,

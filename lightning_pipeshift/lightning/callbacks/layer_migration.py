@@ -47,7 +47,7 @@ class LayerMigration(Callback):
             processes are carried out.
 
     During a run, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
-    ``pipeshift status --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
+    ``pipeshift move --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
     or ``lightning_logs`` in the Trainer's ``default_root_dir``.
 
     Raises:

@@ -7,8 +7,8 @@ that: it does not see those of other hosts, or of other processes, on the same l
 
 The mark is the DSCP field of IP packets (RFC 2474), here with values between the class selectors 1
 and 5, which network equipment orders by default: above ordinary traffic (0) all but bulk, which is
-below it (as RFC 3662 proposes for class selector 1). ``pipeshift lanes`` prints what makes a Linux
-host honour them. Imports neither torch nor Lightning.
+below it (as RFC 3662 proposes for class selector 1). ``pipeshift doctor --lanes`` prints what
+makes a Linux host honour them. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests import ROOT
 from tests.project.pages import reader
 
 # Commands whose figures or options need no rank but the one that runs them.
-_ALONE = {"check", "export", "lanes", "status", "move", "doctor", "report", "timeline"}
+_ALONE = {"check", "export", "move", "doctor", "timeline"}
 
 
 class CommandError(AssertionError):
