@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, save, shown
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication, PipeShiftStrategy
 from lightning_pipeshift.testing.sleeping import SleepingLayer
 
 NUM_HOSTS = 4
@@ -80,7 +80,7 @@ def measure(aggregation: Any, num_steps: int) -> list[tuple[float, float]]:
             virtual_machines=[[0, 1], [2, 3]],
             microbatches=NUM_MICROBATCHES,
             partition="uniform",
-            gradient_aggregation=aggregation,
+            communication=Communication(gradient_aggregation=aggregation),
         ),
         max_epochs=1,
         callbacks=[clock],

@@ -25,7 +25,7 @@ from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.lanes import MEGABITS, honour
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.overlap import Clock
-from lightning_pipeshift import Move, PipeShiftStrategy
+from lightning_pipeshift import Communication, Move, PipeShiftStrategy
 from lightning_pipeshift.testing.sleeping import Sleeper
 
 NUM_LAYERS, NUM_MOVED, WIDTH = 12, 4, 2500
@@ -65,7 +65,7 @@ def _step_seconds(schedule: str, microbatches: int, has_marks: bool, num_after: 
             microbatches=microbatches,
             partition=[NUM_LAYERS - 2, 2],
             profile_steps=0,
-            lane_marks=has_marks,
+            communication=Communication(lane_marks=has_marks),
         ),
         callbacks=[clock],
         max_steps=_WARM_UP + _BEFORE + num_after,

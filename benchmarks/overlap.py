@@ -38,7 +38,7 @@ import lightning_pipeshift.runtime.gradients.rings as rings_module
 from benchmarks.hosts import Hosts, Link, hosts, why_not
 from benchmarks.lanes import MEGABITS, honour
 from benchmarks.measuring import arguments, interval, print_table, save, shown
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication, PipeShiftStrategy
 from lightning_pipeshift.runtime.comm.blocks import send_blocks
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.rings import Rings
@@ -123,8 +123,7 @@ def step_seconds(
                 microbatches=1,
                 partition="uniform",
                 profile_steps=0,
-                overlap_updates=name != ONE,
-                lane_marks=name == LANES,
+                communication=Communication(overlap_updates=name != ONE, lane_marks=name == LANES),
             )
             trainer = L.Trainer(
                 accelerator="cpu",

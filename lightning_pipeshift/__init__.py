@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
     from lightning_pipeshift.plan.document.moves import Move
     from lightning_pipeshift.plan.document.plan import Plan
+    from lightning_pipeshift.plan.inputs.communication import Communication
     from lightning_pipeshift.plan.inputs.policies import (
         KeepAll,
         Planned,
@@ -52,6 +53,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "Choice",
+    "Communication",
     "ConfigurationError",
     "KeepAll",
     "LayerError",
@@ -94,6 +96,7 @@ _MODULES = {
     "lightning.strategy": "PipeShiftStrategy",
     "plan.document.moves": "Move",
     "plan.document.plan": "Plan",
+    "plan.inputs.communication": "Communication",
     "plan.inputs.policies": "KeepAll Planned Policy RecomputeAll SwapAll TensorRecord",
     "plan.inputs.saved_tensors": "Choice Swap",
 }

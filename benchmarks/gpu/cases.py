@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.gpu.rehearsal import VARIABLE
 from benchmarks.gpu.running import Run, sizes
 from lightning_pipeshift import (
+    Communication,
     LayerMigration,
     MemoryCompression,
     Move,
@@ -217,7 +218,7 @@ def train(case: Case) -> dict[str, Tensor]:
                 microbatches=case.microbatches,
                 schedule=case.schedule,
                 partition="uniform",
-                process_group_backend=case.backend,
+                communication=Communication(process_group_backend=case.backend),
                 parallel_devices=devices,
             ),
             accelerator="gpu",

@@ -35,6 +35,7 @@ from benchmarks.gpu.running import Findings, Run, Sizes, text_of
 from benchmarks.measuring import print_table
 from benchmarks.placements import Repeated
 from lightning_pipeshift import (
+    Communication,
     MemoryCompression,
     PipelineTimeline,
     PipeShiftStrategy,
@@ -329,9 +330,8 @@ def trained(name: str, sizes: Sizes, folder: Path, timelines: Path) -> Findings:
             profile_steps=sizes.gpt2_profile,
             partition=sizes.gpt2_partition,
             parallel_devices=[GPU] * row.stages,
-            process_group_backend=row.backend,
             # Others have their turn meanwhile.
-            stall_timeout=3600.0,
+            communication=Communication(process_group_backend=row.backend, stall_timeout=3600.0),
         )
         # The first step is number 0: of a number that divides no other, the last one is recorded.
         callbacks.append(PipelineTimeline(every_n_steps=num_steps - 1, folder=timelines / name))

@@ -251,9 +251,9 @@ class Configured:
             def before_instantiate_classes(self) -> None:
                 wanted = self.config[self.subcommand].trainer
                 path, arguments = _strategy_of(self.config[self.subcommand])
-                wanted.strategy = Namespace(
-                    class_path=path, init_args=Namespace(**{**arguments, **strategy})
-                )
+                given = {**arguments, **strategy}
+                given["communication"] = Namespace(**vars(given["communication"]))
+                wanted.strategy = Namespace(class_path=path, init_args=Namespace(**given))
                 # A logger may connect to its server as soon as it is created.
                 wanted.callbacks, wanted.logger = None, False
                 for name, value in _LEFT_OUT.items():

@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="LANE=DSCP",
-        help="another mark for a lane, as in the strategy's lane_marks",
+        help="another mark for a lane, as in Communication(lane_marks=...)",
     )
     made.add_argument("--apply", action="store_true", help="run the commands (as root)")
     return made

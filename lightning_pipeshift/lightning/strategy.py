@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.hooks import StrategyHooks
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.communication import Communication
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
-from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.step.pipeline import Pipeline
+
+_USUAL: Final = Communication()
 
 
 class PipeShiftStrategy(StrategyHooks):
@@ -63,24 +62,8 @@ class PipeShiftStrategy(StrategyHooks):
             that hold several microbatches; ``"none"``. It changes no bit of the results.
         profile_steps: after how many measured steps the layers are distributed again, if
             ``partition`` is ``"auto"``; 0: never.
-        gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
-            for each layer that starts as soon as its gradient is ready; ``"allreduce"``, torch's
-            own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
-        process_group_backend: ``"nccl"`` or ``"gloo"``, which sums gradients over the virtual
-            machines; by default chosen by the devices. gloo does so by way of the host.
-        timeout: how long a rank waits for other ranks at the start; and, if longer than half an
-            hour, in each later operation.
-        heartbeat_timeout: after how many seconds without a heartbeat a rank counts as gone, and the
-            run ends on all others; at least 1. A thread of each rank sends the heartbeats. A longer
-            timeout is needed only if single calls hold Python's lock for longer.
-        stall_timeout: after how many seconds without a completed action on any rank the first rank
-            reports which rank the others wait for, and its activity; 0: never.
-        lane_marks: whether the packets of each lane (payloads, gradients, bulk) get a DSCP value,
-            by which a network can carry urgent ones first: see ``pipeshift doctor --lanes``. A dict
-            replaces values by the lane's name: ``{"pipeline": 46}``.
-        overlap_updates: whether the optimizer updates a layer when its own gradient is summed over
-            the virtual machines, so that the next step's forward begins while other sums are still
-            on their way. ``False``: all layers are updated together. The bits are the same.
+        communication: how the ranks communicate: a :class:`~lightning_pipeshift.Communication`,
+            with timeouts, backend, the way gradients are summed, and marks for the network.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -102,19 +85,18 @@ class PipeShiftStrategy(StrategyHooks):
         batch_shares: list[float] | None = None,
         recompute: Literal["auto", "full", "none"] = "auto",
         profile_steps: int = 20,
-        gradient_aggregation: Literal["auto", "ring", "allreduce"] = "auto",
-        process_group_backend: Literal["nccl", "gloo"] | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        heartbeat_timeout: float = HEARTBEAT_SECONDS,
-        stall_timeout: float = STALL_SECONDS,
-        lane_marks: bool | dict[str, int] = True,
-        overlap_updates: bool = True,
+        communication: Communication = _USUAL,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        if not isinstance(communication, Communication):
+            raise ConfigurationError(
+                f"communication={communication!r}: pass a `Communication(...)`, which"
+                " `lightning_pipeshift` has."
+            )
         super().__init__(
             Options(
                 virtual_machines=virtual_machines,
@@ -125,13 +107,7 @@ class PipeShiftStrategy(StrategyHooks):
                 batch_shares=batch_shares,
                 recompute=recompute,
                 profile_steps=profile_steps,
-                gradient_aggregation=gradient_aggregation,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                heartbeat_timeout=heartbeat_timeout,
-                stall_timeout=stall_timeout,
-                lane_marks=lane_marks,
-                overlap_updates=overlap_updates,
+                **vars(communication),
             ),
             accelerator,
             parallel_devices,

@@ -104,8 +104,8 @@ def require_movable(
         raise PlanError(
             f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
             " the virtual machines by collectives, whose process groups all ranks have to make"
-            " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
-            " virtual_machines=1, or schedule='1f1b'."
+            " at the same time. Use Communication(gradient_aggregation='ring') with the gloo"
+            " backend, virtual_machines=1, or schedule='1f1b'."
         )
     require_same_sharers(holdings.uses, now.placement, plan.placement, schedule)
     for part in parts:

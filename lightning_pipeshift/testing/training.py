@@ -24,6 +24,7 @@ from lightning_pipeshift.compat.lightning_private import combined_loader_of
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.model.parameters.layers import find_layers
+from lightning_pipeshift.plan.inputs.communication import Communication
 from lightning_pipeshift.step.pipeline import Pipeline
 from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.findings import Findings, FoundLayer, StepRecord, layers_of
@@ -53,7 +54,7 @@ _ONE_PIPELINE: dict[str, Any] = {
     "virtual_machines": 1,
     "batch_shares": None,
     "plan": None,
-    "process_group_backend": "gloo",
+    "communication": Communication(process_group_backend="gloo"),
     # A measured cut is chosen again after the first step.
     "profile_steps": 1,
 }

@@ -104,7 +104,7 @@ def refused(outcomes: list[Outcome], error: type[Exception], *parts: str) -> Non
         ({"virtual_machines": 0}, ConfigurationError, ["virtual_machines=0", "1"]),
         ({"plan": "nowhere.json"}, PlanError, ["nowhere.json"]),
         ({"plan": 5}, ConfigurationError, ["5"]),
-        ({"process_group_backend": "mpi"}, ConfigurationError, ["mpi", "gloo", "nccl"]),
+        ({"communication": {"timeout": 3}}, ConfigurationError, ["3", "Communication(...)"]),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift import PipeShiftStrategy, StageFailedError
+from lightning_pipeshift import Communication, PipeShiftStrategy, StageFailedError
 from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -84,7 +84,7 @@ def test_every_schedule_gives_the_same_bits(name: str, schedule: str, microbatch
             assert_same(found, alone)
 
 
-def move_back_and_forth(backend: str, aggregation: str) -> tuple[dict[str, Tensor], list[int], int]:
+def move_back_and_forth(backend: str, aggregation: Any) -> tuple[dict[str, Tensor], list[int], int]:
     num_groups: list[int] = []
     early = 0
     finish = Aggregation.finish
@@ -108,7 +108,7 @@ def move_back_and_forth(backend: str, aggregation: str) -> tuple[dict[str, Tenso
         virtual_machines=2,
         microbatches=2,
         partition=[[3, 4], [4, 3]],
-        gradient_aggregation=aggregation,
+        communication=Communication(gradient_aggregation=aggregation),
     )
     trainer.fit(module, points(20))
     return parameters_of(module), num_groups, early

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 import lightning_pipeshift.lightning.run
-from lightning_pipeshift import MemoryCompression, SwapAll
+from lightning_pipeshift import Communication, MemoryCompression, SwapAll
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
@@ -71,7 +71,15 @@ def in_all_ways(how: Mapping[str, Any], run: Callable[[Any], Any]) -> int:
     many were updated just before their own forward.
     """
     DRAWS.seed(int(os.environ["RANK"]))
-    expected = run({**how, "pipeshift": {**how["pipeshift"], "overlap_updates": False}})
+    expected = run(
+        {
+            **how,
+            "pipeshift": {
+                **how["pipeshift"],
+                "communication": Communication(overlap_updates=False),
+            },
+        }
+    )
     num_late = 0
     before_layer = LateUpdates.before_layer
 
@@ -594,7 +602,14 @@ def on_lanes(how: Mapping[str, Any], shares: tuple[float, ...]) -> tuple[Any, di
 
 def same_on_all_lanes(how: Mapping[str, Any]) -> list[dict[str, int]]:
     expected, *_ = on_lanes(
-        {**how, "pipeshift": {**how["pipeshift"], "overlap_updates": False}}, ()
+        {
+            **how,
+            "pipeshift": {
+                **how["pipeshift"],
+                "communication": Communication(overlap_updates=False),
+            },
+        },
+        (),
     )
     found = []
     for shares in ((1.0,), (0.25, 0.75), (0.1, 0.2, 0.3, 0.4)):

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication, PipeShiftStrategy
 from lightning_pipeshift.compat.torch_private import READ_NUMBER
 from lightning_pipeshift.devices.shared_memory import address_here
 from lightning_pipeshift.lightning import connection
@@ -158,10 +158,17 @@ CASES = {
         "tied", strategy={"schedule": "gpipe"}, is_shared=True, shares_memory=True
     ),
     "virtual machines": Case(
-        "logging", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "allreduce"}
+        "logging",
+        {},
+        4,
+        {"virtual_machines": 2, "communication": Communication(gradient_aggregation="allreduce")},
     ),
     "virtual machines on one GPU": Case(
-        "plain", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "ring"}, is_shared=True
+        "plain",
+        {},
+        4,
+        {"virtual_machines": 2, "communication": Communication(gradient_aggregation="ring")},
+        is_shared=True,
     ),
 }
 

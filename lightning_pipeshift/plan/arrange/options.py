@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.communication import Communication, require_word
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
-from lightning_pipeshift.plan.inputs.traffic import with_marks
 from lightning_pipeshift.plan.partition.best_cut import RECOMPUTE
 from lightning_pipeshift.plan.partition.given_partition import PartitionSpec
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -22,16 +21,9 @@ from lightning_pipeshift.plan.schedule.schedules import (
     schedule_named,
 )
 
-_WORDS: Final = {
-    "process_group_backend": (None, "nccl", "gloo"),
-    "gradient_aggregation": ("auto", "ring", "allreduce"),
-    "recompute": RECOMPUTE,
-}
-"""The options that are one of a few words."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Communication):
     """The options of :class:`~lightning_pipeshift.PipeShiftStrategy`, which explains them. Made
     once, by the strategy. ``"auto"`` leaves a number to the planner; ``None`` is the usual one.
 
@@ -53,15 +45,9 @@ class Options:
     batch_shares: Sequence[float] | None = None
     recompute: Literal["auto", "full", "none"] = "auto"
     profile_steps: int = 20
-    gradient_aggregation: Literal["auto", "ring", "allreduce"] = "auto"
-    process_group_backend: Literal["nccl", "gloo"] | None = None
-    timeout: timedelta | None = None
-    heartbeat_timeout: float = 10.0
-    stall_timeout: float = 60.0
-    lane_marks: bool | Mapping[str, int] = True
-    overlap_updates: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_microbatches(self.microbatches)
         if self.partition not in ("auto", "uniform") and not isinstance(
             self.partition, list | tuple
@@ -71,10 +57,7 @@ class Options:
                 " number of layers of each stage ([5, 4]), or one such list for each virtual"
                 " machine."
             )
-        for name, allowed in _WORDS.items():
-            if (word := getattr(self, name)) not in allowed:
-                words = ", ".join(map(repr, allowed))
-                raise ConfigurationError(f"{name}={word!r}: allowed are {words}.")
+        require_word("recompute", self.recompute, RECOMPUTE)
         if not isinstance(self.plan, Plan | None):
             raise ConfigurationError(
                 f"plan={self.plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
@@ -83,9 +66,6 @@ class Options:
             check_spec(self.virtual_machines)
         check_shares(self.batch_shares, None)
         _check_profile_steps(self.profile_steps)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout, 1.0)
-        _check_seconds("stall_timeout", self.stall_timeout, 0.0)
-        with_marks(self.marks or {})
         schedule_named(self.schedule)
         if self.is_asynchronous and self.microbatches not in (None, "auto", 1):
             raise ConfigurationError(
@@ -115,13 +95,6 @@ class Options:
     def is_asynchronous(self) -> bool:
         """Whether the pipeline does not drain between two batches."""
         return self.schedule in ASYNCHRONOUS
-
-    @property
-    def marks(self) -> Mapping[str, int] | None:
-        """The DSCP values of lanes that differ from the usual ones; ``None``: no lane has one."""
-        if isinstance(self.lane_marks, bool):
-            return {} if self.lane_marks else None
-        return self.lane_marks
 
     @property
     def ranks(self) -> VirtualMachinesSpec | None:
@@ -223,12 +196,4 @@ def _check_profile_steps(steps: Any) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise ConfigurationError(
             f"profile_steps={steps!r}: pass a whole number; 0 plans once, before the first step."
-        )
-
-
-def _check_seconds(name: str, seconds: Any, least: float) -> None:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds >= least:
-        raise ConfigurationError(
-            f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
         )

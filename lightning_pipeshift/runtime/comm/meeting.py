@@ -74,7 +74,7 @@ class Waiting:
             self._has_said = True
             print_at_once(
                 f"{who} has not connected at {self._where} for {seconds:.0f} s{why}. The others"
-                f" wait, {self._timeout:g} s at most (`PipeShiftStrategy(timeout=...)`)."
+                f" wait, {self._timeout:g} s at most (`Communication(timeout=...)`)."
             )
         time.sleep(_POLL_SECONDS)
 

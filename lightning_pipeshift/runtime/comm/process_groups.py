@@ -250,7 +250,8 @@ def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
         raise ConfigurationError(
             f"torch {torch.__version__} cannot abort operations of the backend {backend.name()!r},"
             " so a rank that fails would leave the others waiting for ever. Install torch 2.10 or"
-            " newer, or set `PipeShiftStrategy(process_group_backend='gloo')`."
+            " newer, or use `PipeShiftStrategy(communication=Communication("
+            "process_group_backend='gloo'))`."
         )
     return found
 

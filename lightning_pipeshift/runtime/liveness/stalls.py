@@ -29,7 +29,6 @@ from lightning_pipeshift.text import capitalised
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-STALL_SECONDS: Final = 60.0
 """The number of seconds without a completed action on any rank after which a message is printed."""
 
 STACKS: Final = "PIPESHIFT_STACKS"

@@ -41,6 +41,7 @@ def test_a_plans_shares_come_before_those_that_were_given():
         ({"recompute": "some"}, "recompute='some': allowed are 'auto', 'full', 'none'"),
         ({"profile_steps": -1}, "profile_steps=-1: pass a whole number"),
         ({"profile_steps": 2.5}, "profile_steps=2.5"),
+        ({"process_group_backend": "mpi"}, "process_group_backend='mpi': allowed are None, 'nccl'"),
         ({"heartbeat_timeout": 0.5}, "heartbeat_timeout=0.5: pass a number of seconds, 1 or more"),
         (
             {"schedule": "async", "virtual_machines": [[1, 0]]},

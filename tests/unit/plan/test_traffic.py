@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication
 from lightning_pipeshift.commands.lanes import commands, parse_rate, rate_of, report
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.traffic import CLASSES, with_marks
@@ -44,8 +44,8 @@ def test_a_user_s_marks() -> None:
     with pytest.raises(ConfigurationError, match="DSCP value is an integer from 0 to 63"):
         with_marks({"bulk": 64})
     with pytest.raises(ConfigurationError, match="'pipeline' and 'bulk' have the same mark, 40"):
-        PipeShiftStrategy(lane_marks={"bulk": 40})
-    assert PipeShiftStrategy(lane_marks=False)._options.marks is None
+        Communication(lane_marks={"bulk": 40})
+    assert Communication(lane_marks=False).marks is None
 
 
 def test_what_a_user_may_get_wrong() -> None:

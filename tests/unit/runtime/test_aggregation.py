@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication, PipeShiftStrategy
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
@@ -79,7 +79,7 @@ def move_back_and_forth() -> list[int]:
             virtual_machines=2,
             microbatches=2,
             partition=[[3, 4], [4, 3]],
-            gradient_aggregation="allreduce",
+            communication=Communication(gradient_aggregation="allreduce"),
         ),
         callbacks=[Adopts(cuts), counts],
         max_epochs=1,

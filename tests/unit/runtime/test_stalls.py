@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipeshift.plan.inputs.communication import Communication
 from lightning_pipeshift.runtime.liveness import failure
 from lightning_pipeshift.runtime.liveness.stalls import (
     StallWatch,
@@ -180,7 +181,7 @@ def test_the_first_rank_says_who_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPESHIFT_STACKS", "1")
-    strategy = {"partition": [2, 2], "stall_timeout": 1.0}
+    strategy = {"partition": [2, 2], "communication": Communication(stall_timeout=1.0)}
     run_ranks(on_rank, 2, training, strategy, (str(tmp_path),), {})
     stacks = (tmp_path / "lightning_logs" / "pipeshift" / "stacks-rank-1.txt").read_text()
     assert "in wait" in stacks
