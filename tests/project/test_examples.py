@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from peft import PeftModel
 from torch.utils.data import DataLoader
 
 from examples.train_gpt import GPT, TextDataModule
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import Communication, PipeShiftStrategy
 from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.testing import sleeping
 from lightning_pipeshift.testing.processes import free_port
@@ -97,10 +98,13 @@ def test_the_command_has_every_argument_of_the_strategy_with_its_type_and_help(
     with pytest.raises(SystemExit):
         main()
     helped = capsys.readouterr().out
-    names = PipeShiftStrategy.__init__.__annotations__.keys() - {"return"}
-    assert len(names) > 10
+    names = PipeShiftStrategy.__init__.__annotations__.keys() - {"return", "communication"}
+    names |= {f"communication.{field.name}" for field in fields(Communication)}
+    assert len(names) == 13 + 7
     for name in names:
-        section = re.search(rf"^  --trainer\.strategy\.{name} .*\n(( {{24}}.*\n)+)", helped, re.M)
+        section = re.search(
+            rf"^  --trainer\.strategy\.{re.escape(name)} .*\n(( {{24}}.*\n)+)", helped, re.M
+        )
         assert section, name
         assert "type:" in section.group(1), name
         assert len(section.group(1).split("(type:")[0].split()) >= 3, f"{name} has no help"
