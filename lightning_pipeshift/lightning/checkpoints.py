@@ -34,7 +34,7 @@ from lightning_pipeshift.lightning.collectives import broadcast
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
+from lightning_pipeshift.plan.search.auto_numbers import Numbers
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.liveness.stalls import purpose

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.lightning.job import RankPlace
-from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.plan.search.options import Options
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.waits import Watched

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.arrange.auto_numbers import Choice, Numbers, choose_numbers
-from lightning_pipeshift.plan.arrange.evaluator import Evaluator
-from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.auto_numbers import Choice, Numbers, choose_numbers
+from lightning_pipeshift.plan.search.evaluator import Evaluator
+from lightning_pipeshift.plan.search.options import Options
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
 from tests.unit.plan.clusters import devices, partitions, profile, unlike
 
 BOTH: Any = {"virtual_machines": "auto", "microbatches": "auto"}
@@ -46,10 +46,10 @@ def best_of_all(model: Any, cluster: Cluster) -> float:
             for count in range(1, int(SAMPLES) + 1):
                 placed = placer.placed(ranks, count)
                 try:
-                    cuts = placer.cuts(placed, careful=True)
+                    cuts = placer.cuts(placed)
                 except PlanError:
                     continue
-                best = max(best, placer.rate(placed, cuts, placer.simulator))
+                best = max(best, placer.rate(placed, cuts))
     return best
 
 
