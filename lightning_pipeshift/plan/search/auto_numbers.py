@@ -15,17 +15,17 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.plan.inputs.topology import Topology, topology_of
 from lightning_pipeshift.plan.search.grouping_search import fewest
 from lightning_pipeshift.plan.search.groupings import candidate_counts
 from lightning_pipeshift.plan.search.options import Options
-from lightning_pipeshift.plan.search.planner import arrange as best_arrangement
+from lightning_pipeshift.plan.search.planner import arrange
 from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
 from lightning_pipeshift.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class RunNumbers:
     """The numbers of virtual machines and microbatches that a checkpoint holds."""
 
     virtual_machines: int
@@ -33,7 +33,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenNumbers:
     """A planner's choice.
 
     Args:
@@ -54,8 +54,8 @@ def choose_numbers(
     topology: Topology,
     batch_samples: float,
     policy: Policy | None = None,
-    saved: Numbers | None = None,
-) -> Choice:
+    saved: RunNumbers | None = None,
+) -> ChosenNumbers:
     """The numbers with the most samples per second, by the simulator. Of numbers that are nearly
     as good, the smallest.
 
@@ -88,7 +88,7 @@ def choose_numbers(
     errors: list[PlanError | BudgetError] = []
     for each in _requests(request, cluster, options, saved):
         try:
-            best = best_arrangement(profile, cluster, each)
+            best = arrange(profile, cluster, each)
             found[len(best.ranks)] = best
         except (PlanError, BudgetError) as error:
             errors.append(without_stack(error))
@@ -110,16 +110,18 @@ def choose_numbers(
         ranks = topology
     elif options.is_asynchronous:
         # What the first rank decides travels down from the first stage on.
-        ranks = arrange(count, cluster.devices, options.depths)
+        ranks = topology_of(count, cluster.devices, options.depths)
     microbatches = found[count].microbatches
     if options.microbatches is None and saved is None:
         microbatches = options.num_microbatches(ranks.stages_per_vm)
     samples = None if saved is not None else batch_samples
-    return Choice(ranks, microbatches, _message(ranks, microbatches, options, rates, samples))
+    return ChosenNumbers(
+        ranks, microbatches, _message(ranks, microbatches, options, rates, samples)
+    )
 
 
 def _requests(
-    request: PlanRequest, cluster: Cluster, options: Options, saved: Numbers | None
+    request: PlanRequest, cluster: Cluster, options: Options, saved: RunNumbers | None
 ) -> Iterator[PlanRequest]:
     """One request for each number of virtual machines."""
     is_usual = options.microbatches is None and saved is None

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
+from lightning_pipeshift.errors import BudgetError, without_stack
 from lightning_pipeshift.plan.cost.cut import Counts, Cut
 from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.search.assignment_search import AssignmentSearch
@@ -27,7 +26,7 @@ from lightning_pipeshift.plan.search.budget_error import over_budget
 from lightning_pipeshift.plan.search.equal_counts import uniform
 from lightning_pipeshift.plan.search.infeasible import nothing_fits
 from lightning_pipeshift.plan.search.problem import Compressed, Problem
-from lightning_pipeshift.plan.search.stages import best_cut, neighbours
+from lightning_pipeshift.plan.search.stages import Staged, between_blocks, neighbours, stages_of
 
 
 def best_split(
@@ -92,38 +91,33 @@ def _proposals(problem: Problem, given: Sequence[Counts]) -> list[Counts]:
     """
     workload, possible = problem.workload, problem.profile.possible_cuts
     given = [counts for counts in given if workload.is_allowed(Cut(counts))]
-    found = []
+    found: list[Counts] = []
     for part in problem.effort.saved_parts if problem.policy is not None else (1.0,):
-        with suppress(PlanError):
-            # As if the layers saved only a part of their tensors.
-            saved, outside = part * workload.saved_bytes, part * workload.outside_bytes
-            assumed = replace(workload, saved_bytes=saved, outside_bytes=outside)
-            found.append(_best_of(problem, assumed, given))
+        # As if the layers saved only a part of their tensors.
+        saved, outside = part * workload.saved_bytes, part * workload.outside_bytes
+        assumed = replace(workload, saved_bytes=saved, outside_bytes=outside)
+        found += _best_of(problem, assumed, given)
     if found and problem.policy is None:
         return found
     if not found:
         boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
-        found.append(_best_of(problem, boundless, given))
+        found += _best_of(problem, boundless, given)
     found.append(uniform(workload.num_layers, workload.num_stages, possible))
     found += given
     return [c for c in dict.fromkeys(found) if workload.is_allowed(Cut(c))]
 
 
-def _best_of(problem: Problem, workload: Workload, given: Sequence[Counts]) -> Counts:
-    """The best cut between blocks, unless one inside of a block is much faster."""
+def _best_of(problem: Problem, workload: Workload, given: Sequence[Counts]) -> list[Counts]:
+    """The best cut between blocks, unless one inside of a block is much faster; empty if nothing
+    fits.
+    """
 
-    def best(workload: Workload) -> Counts:
-        there = [counts for counts in given if workload.is_allowed(Cut(counts))]
-        return best_cut(workload, problem.recompute, there, effort=problem.effort).counts
+    def search(allowed: frozenset[int] | None) -> list[Staged]:
+        between = replace(workload, allowed=allowed)
+        return stages_of(between, problem.recompute, given, problem.effort)
 
-    between = replace(workload, allowed=_worthwhile(problem))
-    anywhere = best(workload)
-    try:
-        found = best(between)
-    except PlanError:
-        return anywhere
-    seconds = workload.step_seconds([Cut(found), Cut(anywhere)])
-    return found if seconds[0] <= problem.effort.worth_inside * seconds[1] else anywhere
+    how = _worthwhile(problem), workload.allowed, problem.effort.worth_inside
+    return [each.cut.counts for each in between_blocks(search, *how)]
 
 
 def _worthwhile(problem: Problem) -> frozenset[int]:

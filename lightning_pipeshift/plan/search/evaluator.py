@@ -27,7 +27,7 @@ from lightning_pipeshift.plan.search.groupings import Groups
 from lightning_pipeshift.plan.search.orders import Order, interchangeable, pattern
 from lightning_pipeshift.plan.search.recomputation import Recomputation
 from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
-from lightning_pipeshift.plan.search.stages import Staged, StageSearch
+from lightning_pipeshift.plan.search.stages import Staged, StageSearch, between_blocks
 
 Cuts = tuple[Cut, ...]
 """One for each virtual machine."""
@@ -212,28 +212,22 @@ class Evaluator:
 
         if counts is not None:
             return self._with_counts(workload, orders, counts)
-        worthwhile = cuts_to_try(self.profile, len(orders[0]))
-        best: list[Staged] = []
-        # A cut inside of a block has to be much faster than the others.
-        for allowed, worth in (
-            (worthwhile, 1.0),
-            (self.profile.possible_cuts, effort.worth_inside),
-        ):
-            if best and (not improves or allowed == worthwhile):
-                break
 
-            def of(order: Order, allowed: frozenset[int] | None = allowed) -> Workload:
+        def search(allowed: frozenset[int] | None) -> list[Staged]:
+            def of(order: Order) -> Workload:
                 return self.workload(placed.links, order, samples, placed.microbatches, allowed)
 
-            search = StageSearch(of, request.recompute, self.alike, effort)
+            found = StageSearch(of, request.recompute, self.alike, effort)
             for order in orders:
-                search.first(order)
+                found.first(order)
             if improves:
-                search.improve(orders, len(orders) > 1 and not self.is_large)
-            found = search.found()
-            if found and (not best or worth * found[0].seconds < best[0].seconds):
-                best = found
-        return best
+                found.improve(orders, len(orders) > 1 and not self.is_large)
+            return found.found()
+
+        # First cuts are between blocks, if these fit.
+        worth = effort.worth_inside if improves else 1.0
+        worthwhile = cuts_to_try(self.profile, len(orders[0]))
+        return between_blocks(search, worthwhile, self.profile.possible_cuts, worth)
 
     def _with_counts(
         self, workload: Callable[[Order], Workload], orders: Sequence[Order], counts: Counts

@@ -88,7 +88,7 @@ def compressed(
     return _Planner(profile, cluster, request).compressed(arrangement)
 
 
-class _Option(NamedTuple):
+class _OrderWithCuts(NamedTuple):
     """An order of a virtual machine's stages, and cuts to begin with."""
 
     order: Order
@@ -136,7 +136,7 @@ class _Planner:
             for _, evaluator, start in sorted(starts, key=lambda each: -each[0]):
                 if self._request.has_order or self._request.policy is None:
                     break
-                if best is None or not self._reaches(best, start, effort.close):
+                if best is None or not self._reaches(best, start, effort.worth_changing):
                     found = self._offloaded(evaluator, start, best, reorders=True)
                     best = self._better(best, found)
             if best is not None:
@@ -251,7 +251,7 @@ class _Planner:
 
     def _options(
         self, evaluator: Evaluator, start: Arrangement, vm: int, reorders: bool
-    ) -> list[_Option]:
+    ) -> list[_OrderWithCuts]:
         """The start's own order with its cut, and the best ones that the search of stages finds."""
         options = [self._option(start, vm, start.ranks[vm], start.cuts[vm].counts)]
         if reorders:
@@ -264,7 +264,7 @@ class _Planner:
             options += others[: self._request.effort.orders_compressed]
         return options
 
-    def _option(self, start: Arrangement, vm: int, order: Order, counts: Counts) -> _Option:
+    def _option(self, start: Arrangement, vm: int, order: Order, counts: Counts) -> _OrderWithCuts:
         ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
         problem = self._problem(self._placed(start, ranks), vm, order)
         cuts = [counts]
@@ -275,10 +275,10 @@ class _Planner:
             cuts += [each for each in more if is_between_blocks(self._profile, each)]
         cuts = list(dict.fromkeys(cuts))
         steps = problem.workload.step_seconds([Cut(each) for each in cuts])
-        return _Option(order, tuple(cuts), min(steps), problem)
+        return _OrderWithCuts(order, tuple(cuts), min(steps), problem)
 
     def _best_order(
-        self, options: Sequence[_Option], limit: float
+        self, options: Sequence[_OrderWithCuts], limit: float
     ) -> tuple[Order, Compressed] | None:
         """The best order of the options, and the handling of saved tensors in it; ``None`` if
         nothing fits in any, or a step takes at least ``limit`` seconds.
@@ -298,7 +298,7 @@ class _Planner:
                 least, best = made.seconds, (option.order, made)
         return best
 
-    def _compressed(self, option: _Option) -> Compressed | None:
+    def _compressed(self, option: _OrderWithCuts) -> Compressed | None:
         """The handling of saved tensors; ``None`` if nothing fits."""
         key = *_key(option.problem), option.cuts
         if key not in self._made:

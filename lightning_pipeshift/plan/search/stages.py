@@ -263,6 +263,43 @@ def _preference(given: Sequence[Counts]) -> Callable[[Cut], tuple[object, ...]]:
     )
 
 
+def between_blocks(
+    search: Callable[[frozenset[int] | None], list[Staged]],
+    worthwhile: frozenset[int],
+    possible: frozenset[int] | None,
+    worth: float,
+) -> list[Staged]:
+    """What is found with cuts between blocks, unless other cuts are faster by more than ``worth``.
+
+    Args:
+        search: finds stages, given the boundaries that may be cut.
+        worthwhile: the boundaries between blocks.
+        possible: all that may be cut.
+    """
+    best, anywhere = search(worthwhile), []
+    if not best or (worthwhile != possible and worth > 1):
+        anywhere = search(possible)
+    if anywhere and (not best or worth * anywhere[0].seconds < best[0].seconds):
+        return anywhere
+    return best
+
+
+def stages_of(
+    workload: Workload,
+    recompute: str = "auto",
+    given: Sequence[Counts] = (),
+    effort: Effort = USUAL,
+) -> list[Staged]:
+    """The best cut of a virtual machine in the order of its workload; empty if nothing fits. The
+    arguments are those of :func:`best_cut`.
+    """
+    order = tuple(range(workload.num_stages))
+    search = StageSearch(lambda _: workload, recompute, effort=effort)
+    search.first(order, given)
+    search.improve([order])
+    return search.found(given)
+
+
 def best_cut(
     workload: Workload,
     recompute: str = "auto",
@@ -283,11 +320,7 @@ def best_cut(
     if recompute not in RECOMPUTE:
         words = ", ".join(map(repr, RECOMPUTE))
         raise PlanError(f"recompute={recompute!r}; choose one of {words}")
-    order = tuple(range(workload.num_stages))
-    search = StageSearch(lambda _: workload, recompute, effort=effort)
-    search.first(order, given)
-    search.improve([order])
-    found = search.found(given)
+    found = stages_of(workload, recompute, given, effort)
     if not found:
         raise nothing_fits(workload, recompute)
     return found[0].cut

@@ -373,7 +373,7 @@ def test_a_layer_that_holds_some_tensors_and_recomputes_the_rest_beats_both(num_
 
 
 def test_less_effort_tries_less_and_finds_nothing_better(monkeypatch):
-    given, cluster, request = little_memory(100_012, 3, 6, 2)
+    given, cluster, request = little_memory(100_012, 4, 12, 2)
     tried = []
     evaluated = Assignments._evaluated
 
