@@ -63,8 +63,8 @@ class Effort:
     stages_cut: int = 32
     cuts_improved: int = 4
     cuts_moved: int = 8
-    saved_parts: tuple[float, ...] = (0.0, 1.0)
-    assignments: int = 250
+    saved_parts: tuple[float, ...] = (0.0, 0.5, 1.0)
+    assignments: int = 500
     tensors_assigned: int = 1 << 17
     actions_assigned: int = 1 << 19
     smallest_bytes: int = 1 << 16
