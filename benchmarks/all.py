@@ -98,7 +98,7 @@ RUNS = (
     Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner --num-cases 300 --num-large 50", PLANNING),
     Run("planner_memory", "planner_memory", PLANNING),
-    Run("planner_before", "planner_before --num-large 4 --limit 60", PLANNING),
+    Run("planner_before", "planner_before", PLANNING),
     Run("planner_effort", "planner_effort --num-groups 20 --num-memory 12", PLANNING),
     Run(
         "memory_predictions_sleep",

@@ -28,8 +28,8 @@ from benchmarks.measuring import arguments, interval, print_table, ratios, save,
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.lightning.session import NextRun
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
 from lightning_pipeshift.testing.sleeping import Sleeper
 from tests.features_models import quiet_trainer
 

@@ -20,10 +20,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
 from tests.unit.plan.clusters import NARROW, WIDE, every_arrangement, unlike
 
 NUM_LAYERS = 12

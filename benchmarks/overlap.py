@@ -33,7 +33,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-import lightning_pipeshift.plan.cost.lanes as lanes_module
+import lightning_pipeshift.runtime.gradients.lanes as lanes_module
 import lightning_pipeshift.runtime.gradients.rings as rings_module
 from benchmarks.hosts import Hosts, Link, hosts, why_not
 from benchmarks.lanes import MEGABITS, honour

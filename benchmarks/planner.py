@@ -33,12 +33,12 @@ import numpy as np
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.cut_search import best_split
-from lightning_pipeshift.plan.offload.problem import Problem
-from lightning_pipeshift.plan.partition.best_cut import best_cut
+from lightning_pipeshift.plan.search.cut_search import best_split
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.problem import Problem
+from lightning_pipeshift.plan.search.stages import best_cut
 from tests.unit.plan.swapping import least_seconds, little_memory
 from tests.unit.plan.workloads import all_cuts, random_workload
 

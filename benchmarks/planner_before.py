@@ -1,18 +1,19 @@
-"""The planner of today beside the one before it searched per tensor: commit 76b5764.
+"""The planner of today beside the one before it was one search over one clock: commit 8dc99199.
 
     python -m benchmarks.planner_before
 
-Both plan the same problems, one after the other and each in a process of its own, with a policy of
-`MemoryCompression` that chooses for each saved tensor:
+Both plan the same 60 problems, each in a process of its own for each kind, and both are judged by
+the simulator, which is the same:
 
-* Four GPUs of one host, as in `benchmarks/planner_memory.py`: the step relative to one in which all
-  tensors are kept, by the simulator of each planner.
-* 64 layers of 8 tensors on 8 devices with little memory: the processor time of the search.
-* 1,024 devices on hosts of 8, with a budget: the seconds until there is a plan.
+* groups: the devices of `benchmarks/planner_effort.py`, with all to be chosen.
+* memory: one virtual machine whose saved tensors do not all fit, of the same file.
+* large: 64 layers of 8 tensors on 8 unlike devices with little memory.
 
-The earlier planner comes from the repository's history, so a shallow clone is not enough. What it
-does not know (part of a layer is recomputed at less cost, caution with memory) is left out of its
-problems.
+A row has the earlier seconds per sample over today's, in the mean and at worst (above 1: today's
+plan is faster), and the processor time of the searches. Then 1,024 devices of three kinds, with
+each schedule: the processor seconds until there is a plan, and its samples per second.
+
+The earlier planner comes from the repository's history, so a shallow clone is not enough.
 """
 
 from __future__ import annotations
@@ -24,155 +25,141 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
-from benchmarks.measuring import arguments, interval, print_table, save
+from benchmarks.measuring import arguments, print_table, save
 
-COMMIT: Final = "76b5764c"
+COMMIT: Final = "8dc99199"
 ROOT: Final = Path(__file__).resolve().parents[1]
-# Those that make the problems, for both.
-SHARED: Final = (
-    "tests/unit/plan/swapping.py",
-    "benchmarks/planner_memory.py",
-    "benchmarks/planner_before.py",
-)
-FIRST_SEED: Final = 100_000
+SELF: Final = "benchmarks/planner_before.py"
+CASES: Final = {"groups": range(200_000, 200_030), "memory": range(200_000, 200_020)}
+LARGE: Final = range(100_001, 100_011)
+SCHEDULES: Final = ("1f1b", "gpipe", "eager_1f1b", "async", "async-2bw")
 
 
-def _forgiving(kind: type) -> Callable[..., Any]:
-    """Makes values of a class, without the fields that it does not have."""
-    known = {field.name for field in fields(kind)}
-    return lambda *values, **named: kind(
-        *values, **{name: value for name, value in named.items() if name in known}
-    )
-
-
-def _prepare() -> Callable[..., Any]:
-    """The planner of the package that is imported here, whichever it is."""
-    from lightning_pipeshift.plan.arrange import planner, request
-    from lightning_pipeshift.plan.inputs import saved_tensors
-
-    if not hasattr(planner, "arrange"):
-        # A module that is no longer there.
-        compressing = import_module("lightning_pipeshift.plan.offload.arrange")
-        planner.arrange = compressing.arrange_compressed
-        # What these have was in one module.
-        workload = import_module("lightning_pipeshift.plan.cost.workload")
-        for name in ("cut", "measured_workload"):
-            sys.modules[f"lightning_pipeshift.plan.cost.{name}"] = workload
-        for module, name in ((request, "PlanRequest"), (saved_tensors, "SavedTensor")):
-            setattr(module, name, _forgiving(getattr(module, name)))
-    found: Callable[..., Any] = planner.arrange
-    return found
-
-
-def four_gpus() -> Any:
-    """The step relative to one in which all tensors are kept."""
-    _prepare()
-    from benchmarks import planner_memory
-
-    return planner_memory.four_gpus()["planned"]
-
-
-def large(seed: int) -> Any:
-    """The processor seconds of a search; ``None`` where nothing fits."""
-    arrange = _prepare()
+def _arrange(*case: Any) -> tuple[float, float]:
+    """Samples per second, 0 if nothing fits, and the processor seconds of the search."""
     from lightning_pipeshift.errors import BudgetError, PlanError
-    from tests.unit.plan import swapping
 
-    problem = swapping.little_memory(seed, 8, 64, 8)
+    try:
+        planner = import_module("lightning_pipeshift.plan.search.planner")
+    except ImportError:
+        # Where it was before.
+        planner = import_module("lightning_pipeshift.plan.arrange.planner")
     begin = time.process_time()
     try:
-        arrange(*problem)
+        rate = planner.arrange(*case).samples_per_second
     except (BudgetError, PlanError):
-        return None
-    return time.process_time() - begin
+        rate = 0.0
+    return rate, time.process_time() - begin
 
 
-def many_devices(budget_gib: int) -> Any:
-    """The seconds until there is a plan."""
-    _prepare()
-    from benchmarks import planner_memory
+def small(kind: str, first: int, end: int) -> list[tuple[float, float]]:
+    """The plans of the problems of `benchmarks/planner_effort.py`."""
+    from benchmarks.planner_effort import little_room, unlike_hosts
 
-    return planner_memory.many_devices((budget_gib,))[f"{budget_gib} GiB"]["seconds"]
+    case = unlike_hosts if kind == "groups" else little_room
+    return [_arrange(*case(seed)) for seed in range(first, end)]
 
 
-def run(folder: Path, name: str, *values: int, limit: float) -> Any:
-    """Calls a function of this file with the package of a folder; infinite after ``limit`` s."""
-    call = f"json.dumps({name}(*{values}))"
-    code = f"import json; from benchmarks.planner_before import *; print({call})"
+def large(first: int, end: int) -> list[tuple[float, float]]:
+    """The plans of 64 layers on 8 devices."""
+    from tests.unit.plan.swapping import little_memory
+
+    return [_arrange(*little_memory(seed, 8, 64, 8)) for seed in range(first, end)]
+
+
+def many(schedule: str) -> tuple[float, float]:
+    """The plan of 128 hosts of 8 devices of three kinds."""
+    from tests.unit.plan import clusters, test_planner
+
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
-            capture_output=True,
-            timeout=limit,
-            check=True,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        return math.inf
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(error.stderr) from error
+        found = import_module("lightning_pipeshift.plan.search.request")
+    except ImportError:
+        found = import_module("lightning_pipeshift.plan.arrange.request")
+
+    profile = clusters.profile(
+        96,
+        "XYZ",
+        seconds=2e-3,
+        static=4 * 10**7,
+        gradient=10**7,
+        payload=10**6,
+        saved=10**7,
+        step_seconds=1e-2,
+    )
+    cluster = test_planner.thousand("XYZ", (4 if schedule == "async" else 2) * 10**9)
+    request = found.PlanRequest(batch_samples=32, schedule=schedule)
+    return _arrange(profile, cluster, request)
+
+
+def run(folder: Path, call: str) -> Any:
+    """Calls a function of this file with the package of a folder."""
+    code = f"import json; from benchmarks.planner_before import *; print(json.dumps({call}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def checked_out(folder: Path) -> Path:
-    """The earlier package, with today's problems."""
-    before = folder / "before"
-    subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, before], check=True)
-    subprocess.run(["git", "checkout", "--quiet", COMMIT], cwd=before, check=True)
-    for name in SHARED:
-        shutil.copy(ROOT / name, before / name)
-    return before
+def compared(calls: str, folders: dict[str, Path]) -> dict[str, float]:
+    """The plans of both planners, of the cases in which one of them has a plan."""
+    found = {name: run(folder, calls) for name, folder in folders.items()}
+    pairs = [
+        (now[0] / before[0] if before[0] else math.inf)
+        for now, before in zip(found["now"], found["before"], strict=True)
+        if now[0] or before[0]
+    ]
+    return {
+        "cases": len(pairs),
+        "mean": mean(pairs),
+        "worst": min(pairs),
+        **{f"{name}_s": sum(seconds for _, seconds in each) for name, each in found.items()},
+        "longest_s": max(seconds for _, seconds in found["now"]),
+    }
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--num-large", type=int, default=5, help="problems of 64 layers")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one plan")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {"now": ROOT, "before": checked_out(Path(scratch))}
-        steps = {
-            name: run(folder, "four_gpus", limit=options.limit) for name, folder in folders.items()
+        before = Path(scratch) / "before"
+        subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, before], check=True)
+        subprocess.run(["git", "checkout", "--quiet", COMMIT], cwd=before, check=True)
+        shutil.copy(ROOT / SELF, before / SELF)
+        folders = {"now": ROOT, "before": before}
+        kinds = {
+            kind: compared(f"small({kind!r}, {seeds.start}, {seeds.stop})", folders)
+            for kind, seeds in CASES.items()
         }
-        taken: dict[str, list[float]] = {name: [] for name in folders}
-        seed = FIRST_SEED
-        while len(taken["now"]) < options.num_large:
-            seed += 1
-            found = {n: run(f, "large", seed, limit=options.limit) for n, f in folders.items()}
-            if None not in found.values():
-                for name, seconds in found.items():
-                    taken[name].append(seconds)
-        many = {
-            f"{budget} GiB": {
-                name: run(folder, "many_devices", budget, limit=options.limit)
-                for name, folder in folders.items()
-            }
-            for budget in (1, 2, 4)
+        kinds["large"] = compared(f"large({LARGE.start}, {LARGE.stop})", folders)
+        thousand = {
+            schedule: {name: run(folder, f"many({schedule!r})") for name, folder in folders.items()}
+            for schedule in SCHEDULES
         }
     print_table(
-        f"The planner now, and at {COMMIT}",
-        ["", *folders],
+        f"Samples per second now over those at {COMMIT}, and processor seconds of all searches",
+        ["", *kinds["large"]],
+        [[kind, *figures.values()] for kind, figures in kinds.items()],
+    )
+    print_table(
+        "1,024 devices: processor seconds of the search, and samples per second",
+        ["schedule", "now s", "before s", "now", "before"],
         [
-            ["four GPUs: step, relative to all kept", *steps.values()],
-            ["64 layers x 8 devices: median s", *(interval(x)["median"] for x in taken.values())],
-            ["64 layers x 8 devices: longest s", *map(max, taken.values())],
-            *([f"1,024 devices, {name}: s", *found.values()] for name, found in many.items()),
+            [schedule, *(found[name][at] for at in (1, 0) for name in folders)]
+            for schedule, found in thousand.items()
         ],
     )
-    figures = {"four_gpus": steps, "many_devices": many}
-    figures |= {
-        f"large_{name}": {"median": interval(x)["median"], "longest": max(x), "each": x}
-        for name, x in taken.items()
-    }
-    save(options.json, figures)
+    save(options.json, {"kinds": kinds, "thousand": thousand})
 
 
 if __name__ == "__main__":

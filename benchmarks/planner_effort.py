@@ -26,13 +26,13 @@ from typing import Any, Final
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.partition.best_cut import best_cut
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
+from lightning_pipeshift.plan.search.stages import best_cut
 from tests.unit.plan.swapping import little_memory
 from tests.unit.plan.workloads import random_workload
 
@@ -44,14 +44,13 @@ FIRST_SEED: Final = 200_000
 VALUES: Final[dict[str, tuple[Any, ...]]] = {
     "few_ranks": (4, 8, 12, 16),
     "groupings_each": (2, 24),
-    "groupings_simulated": (6, 36),
+    "groupings_improved": (6, 24),
     "groupings_finished": (1, 6),
     "orders": (24, 720),
     "orders_cut": (1, 3, 20),
+    "orders_kept": (6, 60),
     "orders_compressed": (1, 3, 12),
-    "microbatches_tried": (1, 8),
     "actions": (1 << 10, 1 << 16),
-    "actions_simulated": (1 << 8, 1 << 14),
     "stages": (4, 8),
     "stages_cut": (2, 8),
     "cuts_improved": (1, 2, 8),

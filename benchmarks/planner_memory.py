@@ -22,12 +22,12 @@ from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.policies import Planned, RecomputeAll
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
 
 MIB = 1 << 20
 GIB = 1 << 30

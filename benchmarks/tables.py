@@ -24,7 +24,10 @@ class Values(Protocol):
 _CORE = "it was measured with the core that came before"
 OLD: dict[str, str] = {
     "checkpoints": "how files are read and written has been cleaned up since",
-    "planner_effort": "the planner searches cuts, orders and lenders otherwise since",
+    **dict.fromkeys(
+        ("planned_gpt2", "planner_effort", "slow_network"),
+        "the planner searches cuts, orders and lenders otherwise since",
+    ),
     **dict.fromkeys(
         (
             "big_models",

@@ -30,7 +30,7 @@ from benchmarks.measuring import arguments, interval, print_table, ratios, save,
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.search.equal_counts import uniform
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.sleeping import Sleeper, slow_down
 

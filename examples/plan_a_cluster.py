@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipeshift.commands.planning import make, report
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.known_kinds import gpus
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.request import PlanRequest
 
 UTILISATION = 0.35
 """The part of its peak rate that a GPU reaches in training."""

@@ -12,8 +12,8 @@ from lightning_pipeshift.commands.planning import add_budgets
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.memory_report import report
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.memory_report import report
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 
 
@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pipeshift memory",
         description="Shows every tensor that layers save for their backward, how each is handled "
-        "under a budget, and each stage's memory over a step. Takes the arguments of `pipeshift "
+        "under a budget, and the peak of each stage's memory. Takes the arguments of `pipeshift "
         "fit` (--config ...), measures some steps and does not train.",
         add_help=False,
         allow_abbrev=False,

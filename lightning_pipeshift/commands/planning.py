@@ -20,9 +20,6 @@ from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError, some_of
-from lightning_pipeshift.plan.arrange.measurements import plan_of_arrangement
-from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
-from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile
 from lightning_pipeshift.plan.document.plan import Plan
@@ -30,7 +27,10 @@ from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Link
 from lightning_pipeshift.plan.inputs.known_kinds import completed
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.search.equal_counts import uniform
+from lightning_pipeshift.plan.search.measurements import plan_of_arrangement
+from lightning_pipeshift.plan.search.planner import arrange, compressed, evaluate
+from lightning_pipeshift.plan.search.request import Arrangement, PlanRequest
 from lightning_pipeshift.text import bytes_of_text, bytes_text, count_text, table
 
 _MOST_SHOWN: Final = 4

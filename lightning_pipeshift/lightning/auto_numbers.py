@@ -28,8 +28,8 @@ from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.random.random_streams import global_state, set_global_state
 from lightning_pipeshift.model.tensors.microbatch import size_or_one
-from lightning_pipeshift.plan.arrange.auto_numbers import Numbers, choose_numbers
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.auto_numbers import RunNumbers, choose_numbers
 from lightning_pipeshift.runtime.planning.make_plan import Settings
 
 
@@ -38,7 +38,7 @@ def chosen(
     connection: Connection,
     settings: Settings,
     deferred: DeferredInit,
-    saved: Numbers | None,
+    saved: RunNumbers | None,
 ) -> tuple[Topology, int]:
     """The virtual machines and the number of microbatches of a training, chosen on the first rank.
     Every rank calls this.

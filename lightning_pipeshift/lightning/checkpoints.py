@@ -34,7 +34,7 @@ from lightning_pipeshift.lightning.collectives import broadcast
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
+from lightning_pipeshift.plan.search.auto_numbers import RunNumbers
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.liveness.stalls import purpose
@@ -100,7 +100,7 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         # The actual names of checkpoints, by the names that this rank gave to them.
         self._names: dict[str, Any] = {}
-        self.numbers: Numbers | None = None
+        self.numbers: RunNumbers | None = None
         """Those of the checkpoint with which the run continues."""
 
     def begin_run(self, pipeline: Pipeline, trains: bool) -> None:
@@ -306,7 +306,7 @@ class Checkpoints:
         self._random_state.continue_from(extra if continues else {})
         self.numbers = None
         if continues and "virtual_machines" in extra:
-            self.numbers = Numbers(extra["virtual_machines"], extra["microbatches"])
+            self.numbers = RunNumbers(extra["virtual_machines"], extra["microbatches"])
         return checkpoint
 
     def _require_visible(self, path: Path) -> None:

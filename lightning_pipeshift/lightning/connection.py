@@ -13,9 +13,9 @@ import torch.distributed as dist
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.lightning.grouping import Grouping
 from lightning_pipeshift.lightning.job import Job, RankPlace, meet
-from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS
+from lightning_pipeshift.plan.search.options import Options
 from lightning_pipeshift.runtime.comm.backends import backend_of_sums, payload_address
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.groups import Lanes

@@ -34,12 +34,12 @@ from torch.utils.data import (
 from lightning_pipeshift.compat.lightning_private import RecordedBatches, recorded_batch_sampler
 from lightning_pipeshift.compat.torch_private import LOADER_ITERATOR, DataLoaderIterator
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.lightning.batch_parts import Part
 from lightning_pipeshift.model.random.random_streams import (
     SharedRandomStream,
     seed_all,
     stream_seed,
 )
-from lightning_pipeshift.plan.inputs.shares import Part
 
 T = TypeVar("T")
 

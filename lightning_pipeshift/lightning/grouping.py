@@ -7,10 +7,10 @@ import torch.distributed as dist
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.lightning.job import RankPlace
-from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.plan.inputs.topology import Topology, topology_of
+from lightning_pipeshift.plan.search.options import Options
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.waits import Watched
@@ -61,7 +61,7 @@ class Grouping:
                 f"The plan is for {num_planned} devices (its field 'ranks'), and this run has"
                 f" {len(devices)}. Use that number of devices, or make a plan for those there are."
             )
-        topology = self.chosen or arrange(self._options.ranks, devices, self._options.depths)
+        topology = self.chosen or topology_of(self._options.ranks, devices, self._options.depths)
         if plan is not None:
             _check_kinds(plan, topology, devices, hosts)
         return topology

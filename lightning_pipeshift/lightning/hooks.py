@@ -37,7 +37,7 @@ from lightning_pipeshift.lightning.optimizers import check_known
 from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.lightning.session import NextRun, Session
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
-from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.search.options import Options
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 
 from lightning_pipeshift.compat.lightning_private import init_dist_connection
 from lightning_pipeshift.compat.torch_distributed_private import default_store
-from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.search.options import Options
 from lightning_pipeshift.runtime.comm.backends import backends
 from lightning_pipeshift.runtime.comm.meeting import store_of_this_start
 from lightning_pipeshift.runtime.comm.mesh import connect_all

@@ -26,8 +26,8 @@ from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.lightning.steps import accumulation_of
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
-from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.search.auto_numbers import RunNumbers
+from lightning_pipeshift.plan.search.options import Options
 from lightning_pipeshift.runtime.ownership.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 
@@ -106,7 +106,7 @@ class Session:
     def _choose_numbers(self, trainer: pl.Trainer, settings: Settings) -> None:
         connection, saved = self.connection, self.checkpoints.numbers
         if self._microbatches is not None:
-            known = Numbers(connection.replicas.count, self._microbatches)
+            known = RunNumbers(connection.replicas.count, self._microbatches)
             if saved in (None, known):
                 return
         self._microbatches = None

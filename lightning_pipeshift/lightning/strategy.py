@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.hooks import StrategyHooks
-from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.communication import Communication
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.options import Options
+from lightning_pipeshift.plan.search.request import PlanRequest
 from lightning_pipeshift.step.pipeline import Pipeline
 
 _USUAL: Final = Communication()

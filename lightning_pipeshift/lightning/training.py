@@ -30,7 +30,7 @@ from lightning_pipeshift.model.parameters.optimizer_trial import check_updates
 from lightning_pipeshift.model.tensors.microbatch import split
 from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
-from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.liveness.stalls import purpose
 from lightning_pipeshift.step.checksum import (
     require_same_lengths,

@@ -37,7 +37,7 @@ from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.tensors.trees import Rebuild, flatten, map_leaves
 from lightning_pipeshift.model.user_state.effects import EffectError, effects_allowed, no_effects
 from lightning_pipeshift.model.user_state.preserve import ObjectState, preserved
-from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.plan.search.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.mailbox import Mailbox
 from lightning_pipeshift.values.arguments import Arguments
 from lightning_pipeshift.values.contract import Contract

@@ -21,9 +21,8 @@ from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.model.tensors.microbatch import size_or_one
 from lightning_pipeshift.model.tensors.trees import address_of, leaves_of
 from lightning_pipeshift.model.user_state.preserve import preserved
-from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.inputs.flow import call_order, merged_order
-from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.plan.search.boundaries import Crossing
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.step_group import StepGroup
@@ -31,6 +30,7 @@ from lightning_pipeshift.runtime.offload.weight_memory import may_wait
 from lightning_pipeshift.runtime.ownership.sharing import shared_weights
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.step.fake_run import FakeRun, run_without_values
+from lightning_pipeshift.step.flow import call_order, merged_order
 from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.training_batch import Key, UserStep
 from lightning_pipeshift.values.core import Core

@@ -9,7 +9,6 @@ import torch
 
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
-from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups
@@ -22,6 +21,7 @@ from lightning_pipeshift.runtime.gradients.aggregation import (
     GradientGroup,
 )
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.gradients.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.runtime.gradients.replica_sync import gradient_groups
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.planning.make_plan import Settings

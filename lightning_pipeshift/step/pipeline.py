@@ -16,7 +16,6 @@ from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.plan.inputs.flow import merged_order
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.schedules import forward_only
@@ -41,6 +40,7 @@ from lightning_pipeshift.step.checksum import is_checked, require_same_batch
 from lightning_pipeshift.step.control_files import ControlFiles
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.evaluations import Evaluations
+from lightning_pipeshift.step.flow import merged_order
 from lightning_pipeshift.step.gradient_sums import GradientSums
 from lightning_pipeshift.step.plan_checks import adoptable, require_no_shared_moves
 from lightning_pipeshift.step.planned_stage import PlannedStage

@@ -18,10 +18,9 @@ from lightning_pipeshift.model.parameters.layers import (
     require_layers,
 )
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.flow import call_order
-from lightning_pipeshift.plan.partition.given_partition import num_layers_in
+from lightning_pipeshift.plan.search.given_partition import num_layers_in
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -32,6 +31,7 @@ from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.planning.make_plan import Settings, stages_without_work
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.step.first_look import FirstLook, Seen
+from lightning_pipeshift.step.flow import call_order
 from lightning_pipeshift.step.step_memory import StepMemory
 from lightning_pipeshift.step.training_batch import Key, UserStep
 

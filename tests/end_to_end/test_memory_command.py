@@ -92,7 +92,6 @@ def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
     assert {number(size[1]) for size in sizes if size} <= {64, 4.1e3, 16.4e3}
     assert "code behind" in shown.split("── stage 1")[1], "the loss saves something, too"
     assert re.search("to the host|to stage 1|made again", made)
-    assert "← budget" in first
     assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s if all stays", shown)
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
 

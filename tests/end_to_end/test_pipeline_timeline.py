@@ -27,12 +27,12 @@ from lightning_pipeshift import (
     PipelineTimeline,
     SwapAll,
 )
-from lightning_pipeshift.plan.cost.lanes import MOST_PIECES
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.schedule.asynchronous import turn
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
+from lightning_pipeshift.runtime.gradients.lanes import MOST_PIECES
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.testing.ranks import run_ranks

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError
 from lightning_pipeshift.commands import planning as planning_command
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.request import PlanRequest
 from lightning_pipeshift.testing.processes import free_port
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests import ROOT

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_pipeshift.plan.cost.cut import Cut
-from lightning_pipeshift.plan.cost.pace import Objective
-from lightning_pipeshift.plan.cost.sums import Numbers
+from lightning_pipeshift.plan.cost.sums import Numbers, sums_of_ranges
 from lightning_pipeshift.plan.schedule.asynchronous import shared_copies, weight_versions
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 if TYPE_CHECKING:  # A workload has its memory, so this module can't import it when it runs.
     from lightning_pipeshift.plan.cost.workload import Workload
@@ -43,7 +43,7 @@ class LayerMemory:
         sizes_in_flight: (S,): the sizes of the microbatches of which a stage holds activations
             together, relative to the mean size.
         largest: the size of the largest microbatch, relative to the mean size.
-        momentary_bytes, payload_bytes, shared_bytes, usable_bytes: those of the
+        momentary_bytes, payload_bytes, shared_bytes: those of the
             :class:`~lightning_pipeshift.plan.cost.workload.Workload`.
     """
 
@@ -56,7 +56,6 @@ class LayerMemory:
     momentary_bytes: Numbers
     payload_bytes: Numbers
     shared_bytes: Numbers
-    usable_bytes: Numbers
 
     @classmethod
     def of(cls, workload: Workload) -> LayerMemory:
@@ -83,7 +82,6 @@ class LayerMemory:
             momentary_bytes=workload.momentary_bytes,
             payload_bytes=workload.payload_bytes,
             shared_bytes=workload.shared_bytes,
-            usable_bytes=workload.usable_bytes,
         )
 
     def peak_bytes(self, cut: Cut) -> tuple[float, ...]:
@@ -102,10 +100,25 @@ class LayerMemory:
             for s, (begin, end) in enumerate(pairwise(cut.bounds))
         )
 
-    def fits(self, cut: Cut) -> bool:
-        """Whether every stage has enough memory for a cut."""
-        held = self.peak_bytes(cut)
-        return all(need <= usable for need, usable in zip(held, self.usable_bytes, strict=True))
+    @cached_property
+    def kept_ranges(self) -> Numbers:
+        """(S, L + 1, L + 1): the bytes that stage s holds with the layers from b to e, at ``[s, b,
+        e]``, if it keeps all that they save.
+        """
+        held: Numbers = sums_of_ranges(self.kept_bytes) + self.besides_bytes
+        return held
+
+    @cached_property
+    def least_ranges(self) -> Numbers:
+        """Likewise, if it recomputes every layer for which that frees memory."""
+        held: Numbers = self.kept_ranges - sums_of_ranges(np.maximum(self.freed_bytes, 0.0))
+        return held
+
+    @cached_property
+    def full_ranges(self) -> Numbers:
+        """Likewise, if it recomputes every layer, where recomputation can free memory."""
+        held: Numbers = self.kept_ranges - sums_of_ranges(self.freed_bytes)
+        return held
 
     @cached_property
     def most_momentary_bytes(self) -> Numbers:
@@ -159,7 +172,7 @@ def batches_held(schedule: str, num_stages: int, microbatches: int) -> tuple[int
     """How many microbatches' parts of batches are on each stage's device: those of a step, or those
     of the minibatches in flight.
     """
-    if Objective.of(schedule, microbatches).is_pace:
+    if schedule in ASYNCHRONOUS:
         return tuple(range(num_stages, 0, -1))
     return (microbatches,) * num_stages
 

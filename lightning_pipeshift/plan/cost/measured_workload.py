@@ -37,66 +37,55 @@ def workload_of(
             constant.
         allowed: the boundaries to choose from, of those that may be cut; ``None``: all of them.
     """
-    possible = profile.possible_cuts
+    possible, last = profile.possible_cuts, len(ranks) - 1
     if possible is not None:
         allowed = possible if allowed is None else allowed & possible
-    times = [profile.times_on(cluster.devices[rank]) for rank in ranks]
     if samples is None:
         samples = profile.batch_samples / microbatches or profile.samples
     share = samples / profile.samples
     sizes = relative_sizes(samples * microbatches, microbatches)
-    layers = profile.layers
-    last = len(ranks) - 1
-
-    def extra(name: str) -> Numbers:
-        return np.array(
-            [
-                getattr(t, f"action_{name}") + share * (s == last) * getattr(t, f"tail_{name}")
-                for s, t in enumerate(times)
-            ]
-        )
-
-    across = crossing_bytes(profile, share)
-    crossing = np.zeros((2, last, len(layers) + 1))
+    devices = [cluster.devices[rank] for rank in ranks]
+    speeds = np.array([device.speed for device in devices])
+    times = [profile.kind_of(device) for device in devices]
+    seconds = share * np.stack([profile.seconds[device.kind] for device in devices], axis=1)
+    seconds /= speeds[:, None]
     once = np.zeros((3, len(ranks)))
-    once[:2] = np.transpose([(t.action_forward, t.action_backward) for t in times])
+    once[:2] = np.transpose([(t.action_forward, t.action_backward) for t in times]) / speeds
+    extra = once[:2].copy()
+    extra[:, -1] += share / speeds[-1] * np.array([times[-1].tail_forward, times[-1].tail_backward])
+    across = crossing_bytes(profile, share)
+    crossing = np.zeros((2, last, profile.num_layers + 1))
     for stage, pair in enumerate(pairwise(ranks)):
         crossing[:, stage] = crossing_seconds(across, cluster.link(*pair))
         once[2, stage] = cluster.link(*pair).latency_seconds
-
     updates = updates_per_backward(schedule, len(ranks), profile.num_accumulated)
-    update = updates * profile.optimizer_seconds_per_byte
-    gradients = np.array([layer.gradient_bytes for layer in layers], dtype=np.float64)
-    speeds = np.array([cluster.devices[rank].speed for rank in ranks])
-    sent = np.zeros((2, len(layers)))
+    layers = profile.arrays
+    gradients = layers["gradient_bytes"]
+    seconds[1] += updates * profile.optimizer_seconds_per_byte * gradients / speeds[:, None]
+    sent = np.zeros((2, profile.num_layers))
     for each in profile.shared:
         for place, layer in enumerate(each.layers):
             sent[min(place, 1), layer] += each.sent_bytes
-
-    def of_layers(name: str, factor: float = 1.0) -> Numbers:
-        return np.array([factor * getattr(layer, name) for layer in layers], dtype=np.float64)
-
     return Workload(
-        forward=share * np.array([t.forward for t in times]),
-        backward=share * np.array([t.backward for t in times])
-        + update * gradients / speeds[:, None],
-        forward_extra=extra("forward"),
-        backward_extra=extra("backward"),
+        forward=seconds[0],
+        backward=seconds[1],
+        forward_extra=extra[0],
+        backward_extra=extra[1],
         payload_seconds=crossing[0],
         gradient_seconds=crossing[1],
-        static_bytes=of_layers("static_bytes") + (profile.num_gradients - 1) * gradients,
-        optimizer_bytes=of_layers("optimizer_bytes"),
-        waiting_bytes=of_layers("waiting_bytes"),
+        static_bytes=layers["static_bytes"] + (profile.num_gradients - 1) * gradients,
+        optimizer_bytes=layers["optimizer_bytes"],
+        waiting_bytes=layers["waiting_bytes"],
         # Gradients are as large as the weights that they are for.
         weight_bytes=gradients,
         sent_bytes=sent,
-        saved_bytes=of_layers("saved_bytes", share),
-        input_bytes=of_layers("input_bytes", share),
-        outside_bytes=of_layers("outside_bytes", share),
-        momentary_bytes=momentary_bytes(of_layers("working_bytes"), gradients, sizes[0] * share),
+        saved_bytes=share * layers["saved_bytes"],
+        input_bytes=share * layers["input_bytes"],
+        outside_bytes=share * layers["outside_bytes"],
+        momentary_bytes=momentary_bytes(layers["working_bytes"], gradients, sizes[0] * share),
         payload_bytes=np.array([*across[0, :-1], 0.0]),
         shared_bytes=profile.shared_bytes,
-        usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
+        usable_bytes=np.array([device.usable_bytes for device in devices]),
         schedule=schedule,
         microbatches=microbatches,
         sizes=sizes,
@@ -130,9 +119,9 @@ def crossing_bytes(profile: Profile, share: float) -> Numbers:
         profile: of the model.
         share: the size of a microbatch, relative to the measured size.
     """
-    sizes = np.zeros((2, len(profile.layers) + 1))
-    sizes[0, 1:] = [share * layer.payload_bytes for layer in profile.layers]
-    sizes[1, 1:] = [share * layer.payload_gradient_bytes for layer in profile.layers]
+    sizes = np.zeros((2, profile.num_layers + 1))
+    sizes[0, 1:] = share * profile.arrays["payload_bytes"]
+    sizes[1, 1:] = share * profile.arrays["payload_gradient_bytes"]
     return sizes
 
 

@@ -224,7 +224,7 @@ class Footprints:
         batches = tuple(workload.memory.batches_bytes.tolist())
         updates = [self._update_bytes(range(*ends)) for ends in pairwise(cut.bounds)]
         # In an asynchronous pipeline minibatches are in flight during an update.
-        in_flight = workload.objective.is_pace
+        in_flight = workload.is_asynchronous
         momentary = tuple(
             float(max(workload.memory.most_momentary_bytes[ends], update if in_flight else 0.0))
             for ends, update in zip(pairwise(cut.bounds), updates, strict=True)

@@ -18,11 +18,9 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.simulator import TimedRow
-
-Numbers = NDArray[np.float64]
+from lightning_pipeshift.plan.cost.sums import Numbers
 
 Part = tuple[int, float]
 """A stage and the part of a tensor that it takes."""

@@ -1,56 +1,14 @@
-"""How often a schedule does the same things, and so what a planner has to make short.
-
-A synchronous step fills the pipeline and drains it: one microbatch goes through all stages and
-back, and the slowest stage works on each other one. An asynchronous pipeline (PipeDream, Narayanan
-et al., SOSP 2019) fills and drains once in an epoch, which does not count: its time for a minibatch
-is the pace of its slowest part.
+"""The pace of an asynchronous pipeline (PipeDream, Narayanan et al., SOSP 2019), which fills and
+drains once in an epoch: the time from one minibatch to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-
-class Objective(NamedTuple):
-    """The seconds to minimise: ``passes * sum + paces * pace``.
-
-    Args:
-        passes: how often the sum of all stages and links counts.
-        paces: how often the slowest stage or link counts.
-    """
-
-    passes: int
-    paces: int
-
-    @classmethod
-    def of(cls, schedule: str, microbatches: int) -> Objective:
-        """The objective of a step, or of a minibatch in an asynchronous pipeline.
-
-        Args:
-            schedule: by name.
-            microbatches: of a step.
-        """
-        return cls(0, 1) if schedule in ASYNCHRONOUS else cls(1, microbatches - 1)
-
-    @property
-    def is_pace(self) -> bool:
-        """Whether nothing but the pace counts, as the pipeline does not drain."""
-        return not self.passes
-
-    def seconds(self, total: float, pace: float) -> float:
-        """The time of a step or minibatch.
-
-        Args:
-            total: the seconds of a microbatch on all stages and links.
-            pace: the seconds of the slowest of them.
-        """
-        return self.passes * total + self.paces * pace
 
 
 def steady_pace(costs: Sequence[Any]) -> NDArray[np.float64]:

@@ -108,26 +108,6 @@ class Pipelines:
         ]
         return self._step_seconds(timelines)[1] + self.seconds_between
 
-    @property
-    def estimated_seconds(self) -> float:
-        """The step time of :meth:`predicted` in closed form, for a first comparison of many plans.
-
-        It omits the same parts of the pipeline as :meth:`Workload.estimate`.
-        """
-        if self._is_pace:
-            return self._paces()[1] + self.seconds_between
-        computed, ready = [], []
-        for workload, cut in self._distinct:
-            computed.append(workload.estimate(cut))
-            if len(self.ranks) > 1:
-                # Stage 0 ends last, and each other stage a backward and a message before the next.
-                costs = workload.costs(cut)
-                back = zip(costs.backward_seconds, costs.gradient_seconds, strict=False)
-                before = accumulate((compute + message for compute, message in back), initial=0.0)
-                ends = [computed[-1] - earlier for earlier in before]
-                ready.append(gradients_ready(workload, _bounds(cut), ends))
-        return max([*computed, *self._ring_ends(ready)]) + self.seconds_between
-
     def _step_seconds(self, timelines: Sequence[Timeline]) -> tuple[float, float]:
         """The time of a step or minibatch, without rings and with them.
 
@@ -202,7 +182,7 @@ class Pipelines:
 
     @property
     def _is_pace(self) -> bool:
-        return self.workloads[0].objective.is_pace
+        return self.workloads[0].is_asynchronous
 
     def _paces(self) -> tuple[float, float]:
         """The time of a minibatch in asynchronous pipelines, without rings and with them.

@@ -125,42 +125,6 @@ class Rings:
         return ends
 
 
-def ring_seconds_per_byte(
-    cluster: Cluster, ranks: Sequence[Sequence[int]]
-) -> tuple[tuple[float, ...], ...]:
-    """The seconds that each stage of each virtual machine would take to send a byte of gradients
-    around its ring.
-
-    Computed before the model is cut: as if all stages had equally many layers, so that a ring goes
-    through the same part of every pipeline.
-    """
-    count, deepest = len(ranks), max(map(len, ranks))
-    hosts = [device.host for device in cluster.devices]
-    # The members of each ring, as many rings as the deepest has stages.
-    rings = [[machine[s * len(machine) // deepest] for machine in ranks] for s in range(deepest)]
-    ways = [
-        (s, one, other)
-        for s, members in enumerate(rings)
-        for one, other in zip(members, [*members[1:], members[0]], strict=True)
-    ]
-    leaving = Counter(hosts[one] for _, one, other in ways if hosts[one] != hosts[other])
-    nic_rates = _nic_rates(cluster, leaving)
-    slowest = [0.0] * deepest
-    for s, one, other in ways:
-        seconds = 1 / cluster.link(one, other).bandwidth
-        if hosts[one] != hosts[other]:
-            seconds = max(seconds, leaving[hosts[one]] / nic_rates[hosts[one]])
-        slowest[s] = max(slowest[s], seconds)
-    passes = 2 * (count - 1) / count
-    return tuple(
-        tuple(
-            passes * max(slowest[s] for s in range(deepest) if s * len(machine) // deepest == stage)
-            for stage in range(len(machine))
-        )
-        for machine in ranks
-    )
-
-
 class _Ring(NamedTuple):
     """The properties that determine a ring's speed: the same for all layers with the same
     owners.

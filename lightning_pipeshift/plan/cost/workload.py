@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.layer_memory import LayerMemory, batches_held
-from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, Timeline, clock, simulate
-from lightning_pipeshift.plan.cost.sums import LongNumbers, Numbers, running_sums, sums_of_ranges
-from lightning_pipeshift.plan.schedule.schedules import recomputing_stages
+from lightning_pipeshift.plan.cost.sums import LongNumbers, Numbers, running_sums
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, recomputing_stages
 
 Sharers = tuple[tuple[int, ...], frozenset[int]]
 """The layers that share a parameter, and the stages that have some of them."""
+
+Places = NDArray[np.intp]
 
 ROUNDING: Final = 1 + 1e-9
 """Sums depend on their order by rounding: a difference of less than this factor is none."""
@@ -111,21 +113,26 @@ class Workload:
         return int(self.forward.shape[1])
 
     @property
-    def in_flight(self) -> tuple[int, ...]:
-        """The peak number of microbatches of which each stage holds activations."""
-        if self.objective.is_pace:
-            return batches_held(self.schedule, self.num_stages, 1)
-        return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline does not drain between two batches, so that its pace counts."""
+        return self.schedule in ASYNCHRONOUS
 
     @property
-    def objective(self) -> Objective:
-        """The measure of a cut: the lower, the faster."""
-        return Objective.of(self.schedule, self.microbatches)
+    def in_flight(self) -> tuple[int, ...]:
+        """The peak number of microbatches of which each stage holds activations."""
+        if self.is_asynchronous:
+            return batches_held(self.schedule, self.num_stages, 1)
+        return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
 
     @cached_property
     def memory(self) -> LayerMemory:
         """The memory that each stage needs for its layers, for any cut."""
         return LayerMemory.of(self)
+
+    def fits(self, cut: Cut) -> bool:
+        """Whether every stage has enough memory for a cut, without moves of saved tensors."""
+        held = self.memory.peak_bytes(cut)
+        return all(need <= usable for need, usable in zip(held, self.usable_bytes, strict=True))
 
     @property
     def recomputing(self) -> frozenset[int]:
@@ -143,7 +150,8 @@ class Workload:
 
     def costs(self, cut: Cut, size: float = 1.0) -> Costs:
         """Returns the costs of a cut, for a microbatch of a size relative to the mean."""
-        table = [tuple(map(float, field[:, 0])) for field in self._columns([cut], size)]
+        columns = self._columns(self._bounds([cut]), self._recomputed([cut]), size)
+        table = [tuple(map(float, field[:, 0])) for field in columns]
         forward, backward, payload, gradient, again = table
         return Costs(forward, backward, payload, gradient, again if any(again) else ())
 
@@ -151,11 +159,19 @@ class Workload:
         """The costs of a cut for each different size of its microbatches, the larger first."""
         return [self.costs(cut, size) for size in dict.fromkeys(self.sizes)]
 
-    def _columns(self, cuts: Sequence[Cut], size: float = 1.0) -> tuple[Numbers, ...]:
-        """The fields of :class:`Costs` for many cuts: a row for each stage or boundary, a column
-        for each cut; for a microbatch of a size relative to the mean.
+    def columns(self, bounds: Places, recomputed: Numbers) -> list[Numbers]:
+        """The fields of :class:`Costs` for many cuts: a row for each stage or boundary of each size
+        of microbatches, the larger first, and a column for each cut.
+
+        Args:
+            bounds: (S + 1, N), the stages' ends.
+            recomputed: (S, N), the seconds of the layers that each stage recomputes.
         """
-        bounds = self._bounds(cuts)
+        sizes = dict.fromkeys(self.sizes)
+        by_size = [self._columns(bounds, recomputed, size) for size in sizes]
+        return [np.concatenate(each) for each in zip(*by_size, strict=True)]
+
+    def _columns(self, bounds: Places, recomputed: Numbers, size: float) -> tuple[Numbers, ...]:
         stages = np.arange(self.num_stages)[:, None]
         begins, ends, links = bounds[:-1], bounds[1:], stages[:-1]
         # A stage without layers runs none of the user's code: it forwards the payload.
@@ -173,45 +189,30 @@ class Workload:
             crossing: Numbers = seconds[links, ends[:-1]]
             return sized(crossing, message_once[: len(links)] * (crossing > 0))
 
-        # Seconds of recomputation: in actions of its own, or in the middle of the backward.
-        again, inside = np.zeros((2, self.num_stages, len(cuts)))
-        if any(cut.recompute for cut in cuts):
-            chosen = np.zeros((len(cuts), self.num_layers))
-            for number, cut in enumerate(cuts):
-                chosen[number, list(cut.recompute)] = 1.0
-                for layer, part in cut.spared:
-                    chosen[number, layer] -= part
-            layers = np.arange(self.num_layers)
-            owners = (ends[:-1, :, None] <= layers).sum(axis=0)
-            seconds = size * chosen * self.forward[owners, layers]
-            at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
-            waits = np.array([[s in self.recomputing] for s in range(self.num_stages)])
-            total = np.diff(at_bounds, axis=1).T
-            again, inside = np.where(waits, total, 0.0), np.where(waits, 0.0, total)
+        # Recomputation: in actions of its own, or in the middle of the backward.
+        waits = np.array([[stage in self.recomputing] for stage in range(self.num_stages)])
+        again = size * recomputed
         return (
             sums(self._forward_ends, self.forward_extra, forward_once),
-            sums(self._backward_ends, self.backward_extra, backward_once) + inside,
+            sums(self._backward_ends, self.backward_extra, backward_once)
+            + np.where(waits, 0.0, again),
             sent(self.payload_seconds),
             sent(self.gradient_seconds),
-            again,
+            np.where(waits, again, 0.0),
         )
 
-    @cached_property
-    def range_seconds(self) -> tuple[Numbers, Numbers]:
-        """(S, L + 1, L + 1) each: a forward and a backward of stage s with the layers from b to e,
-        at ``[s, b, e]``; undefined if e is less than b.
-        """
-        tables = []
-        for layers, extra in (
-            (self.forward, self.forward_extra),
-            (self.backward, self.backward_extra),
-        ):
-            seconds = sums_of_ranges(layers) + extra[:, None, None]
-            for stage in seconds[:-1]:
-                # Without layers; see _columns.
-                np.fill_diagonal(stage, 0.0)
-            tables.append(seconds)
-        return tables[0], tables[1]
+    def _recomputed(self, cuts: Sequence[Cut]) -> Numbers:
+        """(S, N): the seconds of the layers that each stage recomputes."""
+        found: Numbers = np.zeros((self.num_stages, len(cuts)))
+        for number, cut in enumerate(cuts):
+            spared = dict(cut.spared)
+            for stage, (begin, end) in enumerate(pairwise(cut.bounds) if cut.recompute else ()):
+                found[stage, number] = sum(
+                    self.forward[stage, layer] * (1 - spared.get(layer, 0.0))
+                    for layer in range(begin, end)
+                    if layer in cut.recompute
+                )
+        return found
 
     @cached_property
     def _forward_ends(self) -> LongNumbers:
@@ -245,24 +246,6 @@ class Workload:
                 possible &= (num_inside > 0) == has_some[:, None, None]
         return possible
 
-    def estimate(self, cut: Cut) -> float:
-        """The time of a step in closed form: one microbatch through all stages and back, plus the
-        slowest stage or link once for each other microbatch. Of an asynchronous pipeline the time
-        of a minibatch, exactly.
-
-        The exact solvers minimise this; the simulator then chooses among their best solutions. A
-        recomputation counts in the slowest stage, and not in the first microbatch: there it fills
-        idle time.
-        """
-        if self.objective.is_pace:
-            return float(steady_pace([field[:, 0] for field in self._columns([cut])]))
-        costs = self.costs(cut)
-        slots = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds, strict=True)]
-        again = costs.recompute_seconds or (0.0,) * self.num_stages
-        links = costs.payload_seconds + costs.gradient_seconds
-        pace = max(*(slot + r for slot, r in zip(slots, again, strict=True)), *links, 0.0)
-        return self.objective.seconds(sum(slots) + sum(links), pace)
-
     def clock_for(self, recomputes: bool) -> Clock:
         """The clock of the schedule, with recomputation or without.
 
@@ -281,13 +264,25 @@ class Workload:
         """The simulated time of a step, or of a minibatch in an asynchronous pipeline, for each of
         many cuts.
         """
-        seconds: list[float] = []
-        for begin in range(0, len(cuts), AT_ONCE):
-            some = cuts[begin : begin + AT_ONCE]
-            by_size = [self._columns(some, size) for size in dict.fromkeys(self.sizes)]
-            columns = [np.concatenate(each) for each in zip(*by_size, strict=True)]
-            seconds += self.clock_for(bool(columns[-1].any())).step_seconds(columns).tolist()
-        return seconds
+        if not cuts:
+            return []
+        found: list[float] = self.timed(
+            self.columns(self._bounds(cuts), self._recomputed(cuts))
+        ).tolist()
+        return found
+
+    def timed(self, columns: Sequence[Numbers]) -> Numbers:
+        """The simulated time of a step or minibatch for each of many columns of costs; these may
+        be of other orders of the devices.
+        """
+        simulated = self.clock_for(bool(columns[-1].any())).step_seconds
+        num_cuts = columns[0].shape[1]
+        return np.concatenate(
+            [
+                simulated([np.ascontiguousarray(each[:, at : at + AT_ONCE]) for each in columns])
+                for at in range(0, num_cuts, AT_ONCE)
+            ]
+        )
 
     def _bounds(self, cuts: Sequence[Cut]) -> NDArray[np.intp]:
         """The cuts' bounds, a column for each. Raises PartitionError for a cut of other layers or

@@ -16,17 +16,16 @@ class Effort:
             best orders.
         groupings_each: if there are at most this many groupings into a number of virtual machines,
             all are tried; otherwise those for which there is a reason.
-        groupings_simulated: how many groupings are tried on the simulator; of many ranks fewer.
-        groupings_finished: for how many of these the cuts are found with care, likewise.
+        groupings_improved: of how many groupings orders and cuts are searched; of many ranks fewer.
+        groupings_finished: for how many of these all numbers of microbatches are tried.
         orders: if stages have at most this many orders (those of five), all are tried; otherwise
             those with two stages exchanged, or one moved, as long as that helps.
         orders_cut: for how many of the best orders of few ranks the cuts are found with care.
+        orders_improved: from how many orders a search goes on to others.
+        orders_kept: how many of the best orders a search returns.
         orders_compressed: for how many of them the handling of saved tensors is planned.
-        microbatches_tried: how many numbers of microbatches are tried on the simulator.
         actions: the largest product of stages and microbatches that is chosen, and that is
             simulated to find the best order: the simulator takes a second for it.
-        actions_simulated: up to this product of virtual machines, stages and microbatches, the
-            simulator decides about microbatches and shares.
         stages: deeper pipelines are not tried: they are mostly idle, and take long to plan. With
             more ranks than this, closed forms decide about most choices.
         stages_cut: up to this many stages, cuts of a step are improved on the simulator.
@@ -52,14 +51,14 @@ class Effort:
 
     few_ranks: int = 12
     groupings_each: int = 8
-    groupings_simulated: int = 18
+    groupings_improved: int = 12
     groupings_finished: int = 3
     orders: int = 120
     orders_cut: int = 4
+    orders_improved: int = 2
+    orders_kept: int = 24
     orders_compressed: int = 6
-    microbatches_tried: int = 4
     actions: int = 1 << 14
-    actions_simulated: int = 1 << 11
     stages: int = 64
     stages_cut: int = 32
     cuts_improved: int = 4

@@ -274,7 +274,21 @@ class Profile:
         """The bytes that cross each boundary, including the one before the first layer (0)."""
         return [0, *(layer.payload_bytes for layer in self.layers)]
 
-    @property
+    @cached_property
+    def arrays(self) -> dict[str, NDArray[np.float64]]:
+        """The numbers of all layers, by the name of their field or property."""
+        names = [name for name in LayerProfile.__slots__ if name not in ("name", "tensors")]
+        return {
+            name: np.array([getattr(layer, name) for layer in self.layers], dtype=np.float64)
+            for name in (*names, "static_bytes", "outside_bytes")
+        }
+
+    @cached_property
+    def seconds(self) -> dict[str, NDArray[np.float64]]:
+        """(2, L) for each kind: the forward and the backward of each layer, at speed 1."""
+        return {kind: np.array([t.forward, t.backward]) for kind, t in self.kinds.items()}
+
+    @cached_property
     def possible_cuts(self) -> frozenset[int] | None:
         """The boundaries that may be cut; ``None``: all."""
         inner = range(1, self.num_layers)
@@ -312,10 +326,10 @@ class Profile:
         sizes = [0, *(self.layers[layer].update_bytes for layer in layers)]
         return sum(sizes) if self.updates_at_once and not by_layer else max(sizes)
 
-    def times_on(self, device: Device) -> KindProfile:
-        """The seconds of the layers on a device, at its speed.
+    def kind_of(self, device: Device) -> KindProfile:
+        """The seconds of the layers on devices of a kind, at speed 1.
 
-        Raises PlanError if its kind was never measured."""
+        Raises PlanError if the kind was never measured."""
         times = self.kinds.get(device.kind)
         if times is None:
             known = ", ".join(map(repr, self.kinds)) or "none"
@@ -324,7 +338,11 @@ class Profile:
                 f"{device.host!r}): it has {known}. Measure it, or give the device a "
                 "measured kind and a `speed` relative to that"
             )
-        return scaled(times, 1 / device.speed)
+        return times
+
+    def times_on(self, device: Device) -> KindProfile:
+        """The same at the speed of the device."""
+        return scaled(self.kind_of(device), 1 / device.speed)
 
 
 def scaled(times: KindProfile, factor: float) -> KindProfile:

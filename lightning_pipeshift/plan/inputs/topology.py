@@ -90,7 +90,7 @@ class Topology:
         return f"stage {stage}{machine} (rank {rank}{where})"
 
 
-def arrange(
+def topology_of(
     spec: VirtualMachinesSpec | None,
     devices: Sequence[Device],
     depths: Sequence[int] | None = None,

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.plan.cost.lanes import MOST_PIECES, num_pieces
 from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.groups import Group
 from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
+from lightning_pipeshift.runtime.gradients.lanes import MOST_PIECES, num_pieces
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.timeline.recording import What
 

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import torch
 
 from lightning_pipeshift.errors import BudgetError, PlanError, without_stack
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.timeline.outcomes import Change

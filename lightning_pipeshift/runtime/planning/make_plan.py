@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.plan.arrange.measurements import Measured
-from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Sharers
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.cut_search import best_split
-from lightning_pipeshift.plan.partition.given_partition import resolve
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
+from lightning_pipeshift.plan.search.cut_search import best_split
+from lightning_pipeshift.plan.search.given_partition import resolve
+from lightning_pipeshift.plan.search.measurements import Measured
+from lightning_pipeshift.plan.search.options import Options
+from lightning_pipeshift.plan.search.planner import arrange
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.text import count_text
 

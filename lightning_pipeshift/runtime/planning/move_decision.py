@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.policy_choices import follows
+from lightning_pipeshift.plan.search.measurements import Measured
+from lightning_pipeshift.plan.search.policy_choices import follows
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.first_plan import FirstOrder, ranks_text

@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Final
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.moves import in_parts
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.search.measurements import Measured
 
 _PART_OF_STEP: Final = 0.5
 """The part of a step in which a link may be busy with layers that move: payloads need it, too."""

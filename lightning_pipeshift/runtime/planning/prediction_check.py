@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.planning.delivered import recent
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.text import seconds_text

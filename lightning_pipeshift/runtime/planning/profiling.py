@@ -24,13 +24,13 @@ from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.model.saved.observer import Observer
 from lightning_pipeshift.model.saved.saved_tensors import bytes_of
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
-from lightning_pipeshift.plan.partition.boundaries import Crossing
 from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.plan.search.boundaries import Crossing
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
 from lightning_pipeshift.runtime.planning.delivered import Estimate, recent
+from lightning_pipeshift.runtime.planning.profile_fitting import RankFigures, Times
 from lightning_pipeshift.runtime.planning.slow_rank import SlowRank
 from lightning_pipeshift.runtime.planning.update_memory import UpdateMemory
 

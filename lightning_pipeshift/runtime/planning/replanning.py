@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.measuring.measure import Figures
 from lightning_pipeshift.model.saved.layer import NamedLayer
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.profile import SharedWeights
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
-from lightning_pipeshift.plan.partition.boundaries import Crossing
+from lightning_pipeshift.plan.search.boundaries import Crossing
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -39,6 +38,7 @@ from lightning_pipeshift.runtime.planning.make_plan import Settings
 from lightning_pipeshift.runtime.planning.move_decision import FEW_STEPS, Decider, Decision, Window
 from lightning_pipeshift.runtime.planning.move_parts import parts_of
 from lightning_pipeshift.runtime.planning.probe import probe
+from lightning_pipeshift.runtime.planning.profile_fitting import RankFigures
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.planning.run_model import RunModel
 from lightning_pipeshift.runtime.planning.stage_bytes import StageBytes

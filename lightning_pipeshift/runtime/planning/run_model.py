@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile, SharedWeights
-from lightning_pipeshift.plan.inputs.profile_fitting import (
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.measurements import Measured
+from lightning_pipeshift.runtime.planning.make_plan import Settings
+from lightning_pipeshift.runtime.planning.profile_fitting import (
     RankFigures,
     Times,
     estimates_by_kind,
     profile_of,
 )
-from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.runtime.planning.make_plan import Settings
 
 
 class RunModel:

@@ -16,9 +16,9 @@ from typing import Final
 
 import torch
 
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
 from lightning_pipeshift.runtime.planning.delivered import recent
 from lightning_pipeshift.runtime.planning.probe import time_slices
+from lightning_pipeshift.runtime.planning.profile_fitting import RankFigures, Times
 
 _SLOWER: Final = 1.1
 """A rank that was so many times as slow before layers were taken from it may be fast again. By a

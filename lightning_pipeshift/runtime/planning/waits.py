@@ -14,9 +14,9 @@ from functools import lru_cache
 from statistics import median
 from typing import Final
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.text import seconds_text
 
 _NOTICEABLE: Final = 0.02

@@ -4,10 +4,10 @@ import itertools
 import random
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.evaluator import Evaluator
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.evaluator import Evaluator
+from lightning_pipeshift.plan.search.request import PlanRequest
 
 # Bytes per second of 200 and of 50 Mbit/s.
 WIDE, NARROW = Link(1e-4, 25e6), Link(1e-4, 6.25e6)
@@ -98,7 +98,7 @@ def every_arrangement(profile, cluster, request):
                 for shares in (None, powers) if len(ranks) > 1 else (None,):
                     placed = placer.placed(ranks, request.microbatches, shares)
                     try:
-                        cuts = placer.cuts(placed, careful=True)
+                        cuts = placer.cuts(placed)
                     except PlanError:
                         continue
                     found.append(placer.arrangement(placed, cuts))

@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.cost.memory_model import Footprints, links_of
@@ -17,6 +16,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
+from lightning_pipeshift.plan.search.request import PlanRequest
 from tests.unit.plan.workloads import all_counts
 
 MB = 10**6

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.arrange.auto_numbers import Choice, Numbers, choose_numbers
-from lightning_pipeshift.plan.arrange.evaluator import Evaluator
-from lightning_pipeshift.plan.arrange.options import Options
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.auto_numbers import ChosenNumbers, RunNumbers, choose_numbers
+from lightning_pipeshift.plan.search.evaluator import Evaluator
+from lightning_pipeshift.plan.search.options import Options
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
 from tests.unit.plan.clusters import devices, partitions, profile, unlike
 
 BOTH: Any = {"virtual_machines": "auto", "microbatches": "auto"}
 SAMPLES = 12.0
 
 
-def chosen(model: Any, cluster: Cluster, saved: Numbers | None = None, **options: Any) -> Choice:
+def chosen(
+    model: Any, cluster: Cluster, saved: RunNumbers | None = None, **options: Any
+) -> ChosenNumbers:
     given = Options(**options)
     topology = Topology((tuple(range(cluster.num_ranks)),))
     if given.named_ranks is not None:
@@ -46,10 +48,10 @@ def best_of_all(model: Any, cluster: Cluster) -> float:
             for count in range(1, int(SAMPLES) + 1):
                 placed = placer.placed(ranks, count)
                 try:
-                    cuts = placer.cuts(placed, careful=True)
+                    cuts = placer.cuts(placed)
                 except PlanError:
                     continue
-                best = max(best, placer.rate(placed, cuts, placer.simulator))
+                best = max(best, placer.rate(placed, cuts))
     return best
 
 
@@ -112,11 +114,11 @@ def test_an_asynchronous_pipeline_begins_with_the_first_rank() -> None:
 def test_the_numbers_of_a_checkpoint_stay_on_other_machines() -> None:
     model = profile(8, gradient=1000, payload=10_000_000, seconds=0.1)
     assert chosen(model, SLOW_LINKS, **BOTH).topology.num_virtual_machines == 4
-    found = chosen(model, SLOW_LINKS, Numbers(2, 5), **BOTH)
+    found = chosen(model, SLOW_LINKS, RunNumbers(2, 5), **BOTH)
     assert (found.topology.num_virtual_machines, found.microbatches) == (2, 5)
     assert "as in the run that saved the checkpoint" in found.message
-    found = chosen(model, SLOW_LINKS, Numbers(3, 5), virtual_machines="auto")
+    found = chosen(model, SLOW_LINKS, RunNumbers(3, 5), virtual_machines="auto")
     assert sorted(found.topology.stages_per_vm) == [1, 1, 2], "bits do not depend on the depths"
     assert found.microbatches == 5
     with pytest.raises(ConfigurationError, match=r"(?s)5 virtual machines.*these 4.*devices"):
-        chosen(model, SLOW_LINKS, Numbers(5, 5), **BOTH)
+        chosen(model, SLOW_LINKS, RunNumbers(5, 5), **BOTH)

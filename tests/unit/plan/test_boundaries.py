@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.search.boundaries import worthwhile_cuts
 
 
 def cuts(inner, num_stages, ends=(0, 0)):

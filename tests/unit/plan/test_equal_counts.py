@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_pipeshift.errors import PartitionError
-from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.search.equal_counts import uniform
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from lightning_pipeshift.plan.arrange.groupings import candidate_counts, groupings, ring_order
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.effort import USUAL
 from lightning_pipeshift.plan.inputs.topology import host_order
-from lightning_pipeshift.plan.partition.orders import interchangeable
+from lightning_pipeshift.plan.search.groupings import candidate_counts, groupings, ring_order
+from lightning_pipeshift.plan.search.orders import interchangeable
 from tests.unit.plan.clusters import NARROW, WIDE, devices, partitions
 
 SPEEDS = {"X": 4.0, "Y": 2.0, "Z": 1.0}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.partition.best_cut import best_cut
+from lightning_pipeshift.plan.search.stages import best_cut
 from tests.unit.plan.workloads import random_workload, workload
 
 GB = 1e9

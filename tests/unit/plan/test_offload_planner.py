@@ -23,9 +23,9 @@ from lightning_pipeshift.plan.inputs.policies import (
 )
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, SavedTensor, Swap
-from lightning_pipeshift.plan.offload.cut_search import fastest
-from lightning_pipeshift.plan.offload.policy_choices import records
-from lightning_pipeshift.plan.offload.problem import Compressed, MemoryLimits, Problem
+from lightning_pipeshift.plan.search.cut_search import fastest
+from lightning_pipeshift.plan.search.policy_choices import records
+from lightning_pipeshift.plan.search.problem import Compressed, MemoryLimits, Problem
 from tests.unit.plan.workloads import workload
 
 MB = 1 << 20

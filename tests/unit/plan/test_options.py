@@ -3,9 +3,9 @@ import dataclasses
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.search.options import Options
 
 PLAN = Plan(
     layers=tuple(LayerRecord(f"h.{number}", 1000, 1.0, 200) for number in range(4)),

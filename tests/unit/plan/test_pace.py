@@ -1,9 +1,9 @@
-"""What counts of a schedule: the time of a step, or the pace of an asynchronous pipeline."""
+"""The pace of an asynchronous pipeline, and the time of a step."""
 
 import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
+from lightning_pipeshift.plan.cost.pace import steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock, columns, simulate
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -12,15 +12,6 @@ from lightning_pipeshift.plan.schedule.schedules import (
     simulated_rows,
     with_recomputation,
 )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "seconds"),
-    [("1f1b", 1, 20), ("gpipe", 5, 20 + 4 * 6), ("async", 1, 6), ("async-2bw", 1, 6)],
-)
-def test_objective(schedule, microbatches, seconds):
-    assert Objective.of(schedule, microbatches).seconds(20, 6) == seconds
-
 
 BY_HAND = [
     # Forwards, backwards, payloads, gradients, recomputations.

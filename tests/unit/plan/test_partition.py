@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_pipeshift.errors import PartitionError
-from lightning_pipeshift.plan.partition.given_partition import resolve
+from lightning_pipeshift.plan.search.given_partition import resolve
 
 NAMES = ("embed", *(f"blocks.{n}" for n in range(7)), "head")
 

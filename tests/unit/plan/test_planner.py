@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.arrange.planner import arrange, evaluate
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.planner import arrange, evaluate
+from lightning_pipeshift.plan.search.request import PlanRequest
 from tests.cases import some
 from tests.unit.plan.clusters import NARROW, WIDE, devices, every_arrangement, profile, unlike
 

@@ -9,9 +9,9 @@ import pytest
 
 from examples.plan_a_cluster import profile_of_gpt
 from lightning_pipeshift.commands.planning import make, report
-from lightning_pipeshift.plan.arrange.planner import arrange
-from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.search.planner import arrange
+from lightning_pipeshift.plan.search.request import PlanRequest
 from tests.unit.plan.clusters import unlike
 
 NUM_LAYERS, WIDTH = 24, 1600

@@ -10,7 +10,7 @@ from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, work
 from lightning_pipeshift.plan.cost.memory_model import Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.prediction import Pipelines
-from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
+from lightning_pipeshift.plan.cost.ring_contention import crowded
 from lightning_pipeshift.plan.cost.simulator import simulate
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
@@ -160,15 +160,6 @@ def test_nothing_known_of_links_means_nothing_shared():
     assert found.exposed_seconds == 0
 
 
-def test_what_each_stage_would_take_to_send_a_byte_round():
-    hosts = {("a", "c"): Link(0.0, 10), ("b", "d"): Link(0.0, 20)}
-    cluster = Cluster(devices("a:X b:X c:X d:X"), hosts=hosts)
-    assert ring_seconds_per_byte(cluster, [[0, 1], [2, 3]]) == ((0.1, 0.05), (0.1, 0.05))
-    # Of unequal depth: the first machine's only stage is in both rings, which share its NIC.
-    cluster = Cluster(devices("a:X c:X d:X"), hosts=hosts)
-    assert ring_seconds_per_byte(cluster, [[0], [1, 2]]) == ((0.2,), (0.2, 0.2))
-
-
 MEMORY = [
     # Stages, microbatches, schedule, cut, bytes of each stage. A layer holds 10, and 3 in flight.
     (2, 4, "1f1b", (1, 1), (10 + 2 * 3, 10 + 3)),
@@ -283,10 +274,7 @@ def test_an_asynchronous_optimizer_steps_after_each_backward():
 
 def endless(model, cluster, ranks, cuts, schedule="async"):
     workloads = [workload_of(model, cluster, machine, schedule, 1) for machine in ranks]
-    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted()
-    # The closed form omits nothing.
-    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == found.step_seconds
-    return found
+    return Pipelines(model, cluster, ranks, workloads, cuts).predicted()
 
 
 @pytest.mark.parametrize(
@@ -338,17 +326,3 @@ def test_equal_virtual_machines_are_simulated_once(monkeypatch):
     assert many.costs == two.costs[:1] * 300
     assert many.memory_bytes == two.memory_bytes[:1] * 300
     assert many.step_seconds - many.exposed_seconds == two.step_seconds - two.exposed_seconds
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-def test_the_closed_form_is_exact_for_equal_stages(stages, microbatches):
-    model = profile(stages, gradient=100, step_seconds=0.25)
-    cluster = Cluster(devices("a:X " * 2 * stages), inside=Link(0.0, 40))
-    ranks = [list(range(stages)), list(range(stages, 2 * stages))]
-    cuts = [Cut((1,) * stages)] * 2
-    workloads = [workload_of(model, cluster, machine, "1f1b", microbatches) for machine in ranks]
-    found = Pipelines(model, cluster, ranks, workloads, cuts).predicted().step_seconds
-    assert Pipelines(model, cluster, ranks, workloads, cuts).estimated_seconds == pytest.approx(
-        found
-    )

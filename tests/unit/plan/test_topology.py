@@ -6,7 +6,7 @@ import pytest
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.shares import check_shares, shared_out
-from lightning_pipeshift.plan.inputs.topology import Topology, arrange, check_spec
+from lightning_pipeshift.plan.inputs.topology import Topology, check_spec, topology_of
 
 
 def devices(text):
@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "spec", "depths", "expected"), CASES)
 def test_which_rank_is_where(text, spec, depths, expected):
-    topology = arrange(spec, devices(text), depths)
+    topology = topology_of(spec, devices(text), depths)
     assert " ".join("".join(map(str, ranks)) for ranks in topology.ranks) == expected
 
 
@@ -59,7 +59,7 @@ def test_every_rank_has_one_place():
     for _ in range(300):
         count, depth = chance.randint(1, 4), chance.randint(1, 4)
         some = [Device(chance.choice("abc"), chance.choice("XY")) for _ in range(count * depth)]
-        topology = arrange(count, some)
+        topology = topology_of(count, some)
         assert topology.stages_per_vm == (depth,) * count
         assert topology.num_ranks == count * depth
         for rank in range(count * depth):
@@ -94,7 +94,7 @@ def test_names():
 )
 def test_what_cannot_be_arranged(spec, num_ranks, message):
     with pytest.raises(ConfigurationError, match=message):
-        arrange(spec, [Device("a", "X")] * num_ranks)
+        topology_of(spec, [Device("a", "X")] * num_ranks)
 
 
 @pytest.mark.parametrize("spec", [0, -1, True, "some", 1.5, [0, 1], [["a"]], None])

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from lightning_pipeshift.model.tensors.microbatch import split
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.measured_workload import relative_sizes, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
+from lightning_pipeshift.plan.search.measurements import Measured
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.workloads import all_counts, random_workload
 

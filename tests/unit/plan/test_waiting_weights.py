@@ -8,15 +8,15 @@ from __future__ import annotations
 import pytest
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.layer_memory import window_bytes
 from lightning_pipeshift.plan.cost.measured_workload import workload_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.offload.cut_search import best_split
-from lightning_pipeshift.plan.offload.problem import Compressed, Problem
+from lightning_pipeshift.plan.search.cut_search import best_split
+from lightning_pipeshift.plan.search.measurements import Measured
+from lightning_pipeshift.plan.search.problem import Compressed, Problem
 
 MB = 10**6
 NUM_LAYERS, NUM_MICROBATCHES = 8, 2

@@ -150,7 +150,7 @@ def all_cuts(workload: Workload, recompute: str = "auto") -> list[Cut]:
         cut
         for counts in all_counts(workload)
         for cut in _with_recomputation(workload, counts, recompute)
-        if workload.is_allowed(cut) and workload.memory.fits(cut)
+        if workload.is_allowed(cut) and workload.fits(cut)
     ]
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.policies import Planned, SwapAll
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning.delivered import Estimate
 from lightning_pipeshift.runtime.planning.make_plan import Settings
@@ -26,6 +25,7 @@ from lightning_pipeshift.runtime.planning.move_decision import (
     Decision,
     Window,
 )
+from lightning_pipeshift.runtime.planning.profile_fitting import RankFigures
 
 TENSORS = (SavedTensor(0, 1000, spares=0.5), SavedTensor(1, 1000))
 LAYER = LayerProfile("layer", saved_bytes=2000, tensors=TENSORS)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift import PlanError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
@@ -19,6 +18,7 @@ from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, Policy, S
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning import move_decision
 from lightning_pipeshift.runtime.planning.delivered import Estimate, recent

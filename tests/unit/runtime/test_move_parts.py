@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.planning.move_parts import parts_of
 
 MB = 10**6

@@ -11,11 +11,11 @@ import torch
 
 from lightning_pipeshift.commands.running import shown
 from lightning_pipeshift.model.measuring import timing
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.planning.profiling import Profiler
 from lightning_pipeshift.runtime.planning.waits import saved_seconds, waits_of, waits_text

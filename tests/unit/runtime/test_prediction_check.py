@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.runtime.planning.prediction_check import PredictionCheck, difference
 
 

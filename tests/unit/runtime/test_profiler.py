@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightning_pipeshift.devices.streams import synchronize
-from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.planning import profiling
+from lightning_pipeshift.runtime.planning.profile_fitting import RankFigures
 from lightning_pipeshift.runtime.planning.profiling import Profiler
 from tests.simulated.device import SimulatedDevice
 

@@ -1,1 +1,0 @@
-"""Arrangements: virtual machines, the order of their devices, microbatches, batch shares."""

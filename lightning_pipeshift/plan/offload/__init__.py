@@ -1,1 +1,0 @@
-"""Offloading: which saved tensors move to the host or to another device, and when."""

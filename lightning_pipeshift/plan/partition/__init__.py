@@ -1,1 +1,0 @@
-"""Cuts: the layers of each stage, and the layers that are recomputed."""

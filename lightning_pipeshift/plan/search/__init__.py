@@ -1,0 +1,1 @@
+"""The search for a plan: virtual machines, their stages, and which saved tensors move."""
