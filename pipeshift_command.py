@@ -21,8 +21,8 @@ commands:
   fit, validate, test, predict
              run a Trainer, as the commands of the same names of a LightningCLI do
   check      train a few steps on one stage and on several, and compare the bits
-  plan       measure the model and the devices, and plan without training
-  memory     show where each device's memory goes
+  plan       measure the model and the devices, and plan without training, or show where
+             each device's memory goes
   export     make one file, with the weights of the whole model, of a checkpoint
   move       show which stage owns which layers in a run that is under way, and move some
   timeline   show a step that a run has recorded, and what its plan expected, or write a page

@@ -14,7 +14,6 @@ from lightning_pipeshift.checkpoint import export
 from lightning_pipeshift.commands import check as check_command
 from lightning_pipeshift.commands import doctor as doctor_command
 from lightning_pipeshift.commands import measuring as measuring_command
-from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 
@@ -70,7 +69,7 @@ def _strategy_help() -> str:
 
 def main() -> None:
     """Runs the parts of the ``pipeshift`` command that need torch: ``fit`` and the other commands
-    of a LightningCLI, ``check``, ``doctor``, ``plan``, ``memory`` and ``export``.
+    of a LightningCLI, ``check``, ``doctor``, ``plan`` and ``export``.
 
     PipeShift's own errors are printed by
     :func:`~lightning_pipeshift.commands.brief_errors.brief_errors`.
@@ -91,7 +90,6 @@ def _run() -> None:
         "check": check_command.main,
         "doctor": doctor_command.main,
         "plan": measuring_command.main,
-        "memory": memory_command.main,
     }
     if sys.argv[1:2] and sys.argv[1] in configured:
         configured[sys.argv[1]](sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Measures a model on the present machines, for ``pipeshift plan`` and ``pipeshift memory``.
+"""Measures a model on the present machines, for ``pipeshift plan``.
 
 The run is that of ``pipeshift fit`` with the same arguments. It ends when its steps have been
 measured, and saves nothing of the model.
@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_pipeshift.commands.memory import show_tensors
 from lightning_pipeshift.commands.planning import add_budgets, budgets_of, plan_and_show, within
 from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
@@ -71,7 +72,7 @@ class Measuring(Callback):
 
 
 def _measuring_cli(
-    base: type[LightningCLI], command: str, memory: MemoryCompression | None
+    base: type[LightningCLI], memory: MemoryCompression | None
 ) -> type[LightningCLI]:
     class MeasuringCLI(base):  # type: ignore[valid-type, misc]
         """Creates the same objects as ``fit``, without loggers and checkpoints."""
@@ -107,7 +108,7 @@ def _measuring_cli(
             )
             if not isinstance(trainer.strategy, PipeShiftStrategy):
                 raise ConfigurationError(
-                    f"`pipeshift {command}` measures runs of the PipeShift strategy, but the "
+                    "`pipeshift plan` measures runs of the PipeShift strategy, but the "
                     f"configuration has `{type(trainer.strategy).__name__}`. Set "
                     "`trainer.strategy: pipeshift`, or remove it."
                 )
@@ -124,14 +125,13 @@ def _listed(callbacks: Any) -> list[Any]:
 
 
 def measured_strategy(
-    arguments: Sequence[str], command: str, memory: MemoryCompression | None = None
+    arguments: Sequence[str], memory: MemoryCompression | None = None
 ) -> PipeShiftStrategy:
     """Runs the same training as ``pipeshift fit`` until its steps have been measured; returns the
     strategy.
 
     Args:
         arguments: of ``pipeshift fit``.
-        command: the command, for messages.
         memory: keeps a budget, unless the configuration has its own.
 
     Raises:
@@ -139,7 +139,7 @@ def measured_strategy(
     """
     from lightning_pipeshift.commands.cli import PipeShiftCLI
 
-    make = _measuring_cli(PipeShiftCLI, command, memory)
+    make = _measuring_cli(PipeShiftCLI, memory)
     with warnings.catch_warnings():
         # The command-line arguments are not those of `fit`, and ranks that Lightning launches need
         # them unchanged.
@@ -170,10 +170,16 @@ def main(arguments: Sequence[str]) -> None:
     # The other arguments are for Lightning's parser.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("plan.json"))
+    parser.add_argument("--tensors", action="store_true")
     add_budgets(parser)
     options, rest = parser.parse_known_args(list(arguments))
     memory, out = plugin_of(options), options.out
-    strategy = measured_strategy(rest, "plan", memory)
+    if options.tensors:
+        memory = memory or MemoryCompression()
+    strategy = measured_strategy(rest, memory)
+    if options.tensors:
+        show_tensors(strategy)
+        return
     found = strategy.measured
     if found is None:
         return

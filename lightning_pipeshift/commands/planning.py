@@ -212,6 +212,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="JSON", default="plan.json", help="the file for the plan (plan.json)"
     )
     parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="with --config: instead of a plan, show every tensor that layers save for their "
+        "backward, what becomes of it under a budget, and the peak of each stage's memory",
+    )
+    parser.add_argument(
         "--virtual-machines",
         type=_number_or_auto,
         default="auto",
@@ -304,6 +310,8 @@ def command() -> None:
 def main(arguments: Sequence[str]) -> None:
     """As :func:`command`, with its arguments; raises PipeShift's own errors."""
     options = _parser().parse_args(list(arguments))
+    if options.tensors:
+        raise PlanError("`--tensors` needs the model itself: pass --config, and no --cluster")
     if options.cluster is None or options.profile is None:
         raise PlanError(
             "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config "

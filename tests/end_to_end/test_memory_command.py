@@ -1,4 +1,4 @@
-"""`pipeshift memory`, and `pipeshift plan` for a run with ``MemoryCompression``."""
+"""`pipeshift plan` for a run with ``MemoryCompression``, also with `--tensors`."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def number(text: str) -> float:
     return float(digits) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
 
 
-# --- pipeshift memory ---
+# --- pipeshift plan --tensors ---
 
 
 def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
-    shown = pipeshift(tmp_path, "memory", "--budget", "1.4MB")
+    shown = pipeshift(tmp_path, "plan", "--tensors", "--budget", "1.4MB")
     assert "LightningCLI's args" not in shown
     size = r"([\d.]+ \w+)"
     heads = re.findall(rf"── stage (\d): at most {size} of 1.4 MB \({size} .*; {size}", shown)
@@ -96,7 +96,7 @@ def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
 
 
-# --- pipeshift plan ---
+# --- a plan ---
 
 
 def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift import errors
-from lightning_pipeshift.commands import check, measuring, memory, running
+from lightning_pipeshift.commands import check, planning, running
 from lightning_pipeshift.errors import explained
 from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.step.control_files import Request
@@ -165,8 +165,7 @@ def test_what_is_printed_at_once_explains_it(capfd: pytest.CaptureFixture[str]) 
     [
         running.move,
         check.main,
-        memory.main,
-        measuring.main,
+        planning.main,
     ],
 )
 def test_helps_explain_it(command: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
