@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -331,7 +331,7 @@ class Pipeline:
     # --- steps ---
 
     def _note_begin(self) -> None:
-        now = time.perf_counter()
+        now = perf_counter()
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
         self._prediction_check.note(self.planned.known_plan, self.step_seconds)
 

@@ -134,3 +134,5 @@ class Sends:
         for line in (self._staging, self._release):
             line.submit(check).result()
             line.close()
+            # A run that is over leaves no thread behind.
+            line.join()

@@ -93,6 +93,11 @@ class InOrder:
         if self._thread is not None:
             self._work.put(None)
 
+    def join(self) -> None:
+        """Waits until the thread has ended, after :meth:`close`."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
             function, future = item
