@@ -81,7 +81,7 @@ class StageSearch:
             _, quick = least_sum(sums)
             counts += [even, quick]
             slowest = float(paces[ranges_of(quick)].max())
-            for limit in np.geomspace(max(least, 1e-300), max(slowest, 1e-300), 20)[1:-1]:
+            for limit in np.geomspace(max(least, 1e-300), max(slowest, 1e-300), 10)[1:-1]:
                 counts.append(least_sum(np.where(paces <= limit * ROUNDING, sums, math.inf))[1])
         states = [(order, each) for each in dict.fromkeys(counts)]
         self._time(states)

@@ -562,6 +562,15 @@ def test_what_is_small_stays_where_that_is_enough():
     assert {number for _, number in ways(found)} <= {0, 2}
 
 
+def test_small_tensors_move_if_that_is_free_and_recomputation_is_not():
+    small = 0.5 * USUAL.smallest_bytes / MB
+    given = case([[small] * 4] * 6, [6], host=1e9, microbatches=4)
+    (peak,) = given.footprint().peak_bytes
+    found = given.compressed([MemoryLimits(0.8 * peak, math.inf)])
+    assert found.swaps
+    assert not found.cut.recompute
+
+
 def test_as_much_stays_as_fits():
     """Of a layer that goes to make room, what is small stays."""
     given = case([[1, 2, 4], [7], [7], [7]], [2, 2], link=1e4)
