@@ -136,6 +136,13 @@ def accumulates(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether the loop calls no backward behind the step: stochastic weight averaging trains one
+    more epoch in this way, for the statistics of normalisations.
+    """
+    return bool(trainer.fit_loop._skip_backward)
+
+
 @contextmanager
 def in_training_step(trainer: pl.Trainer) -> Iterator[None]:
     """Context in which the LightningModule logs as in its ``training_step``."""

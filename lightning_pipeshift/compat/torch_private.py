@@ -52,6 +52,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterato
 #   it, and exports it under no other name.
 # - real_tensors: context without the FakeTensorMode that is in force.
 # - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
+# - torch._C._functorch: functions of torch.func do not say from outside that they run.
 __all__ = [
     "FAKE_TENSOR_LOG",
     "DataLoaderIterator",
@@ -69,6 +70,12 @@ __all__ = [
     "pytree",
     "real_tensors",
 ]
+
+
+def transform_runs() -> bool:
+    """Whether a function transform of ``torch.func`` (``vmap``, ``grad``) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
 
 FAKE_TENSOR_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
 """Where fake tensors report operations that fail on them, each with a trace."""

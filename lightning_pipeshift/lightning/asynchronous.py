@@ -22,6 +22,7 @@ from lightning_pipeshift.compat.lightning_private import (
     logger_connector,
     logs_step,
     position_of,
+    skips_backward,
     step_metrics,
     step_of_loggers,
 )
@@ -185,6 +186,12 @@ class AsynchronousTraining(TrainingSteps):
                 " with two versions of the weights, an update needs the gradients of at least as"
                 f" many batches as there are stages. Use accumulate_grad_batches={depth} or more,"
                 " or schedule='async'."
+            )
+        if skips_backward(self._trainer):
+            raise ConfigurationError(
+                "An asynchronous schedule: `StochasticWeightAveraging` of a model with BatchNorm"
+                " trains its last epoch without backwards, and here backwards follow in later"
+                " batches. Use schedule='1f1b', or another normalisation."
             )
         if ends_update and not self.gradients.is_in_optimizer_step:
             raise ConfigurationError(

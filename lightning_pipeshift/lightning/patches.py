@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -69,7 +70,8 @@ HOOKS: Final = frozenset(
     if name.startswith("on_") and callable(getattr(kind, name))
 ) - {"on_exception", "on_before_batch_transfer", "on_after_batch_transfer", "on_load_checkpoint"}
 """Those of user code that run outside of steps."""
-_AVERAGES = StochasticWeightAveraging, WeightAveraging
+_USES_WEIGHTS = StochasticWeightAveraging, WeightAveraging, ModelPruning
+"""Lightning's own callbacks whose hooks use the module's parameters."""
 
 
 class _Replaced:
@@ -192,7 +194,7 @@ class Adjustments:
     def show_values(
         self, trainer: pl.Trainer, hooks: Iterable[str], context: Callable[[], Any]
     ) -> None:
-        """Runs the hooks of user code, and of averages of weights, in a context.
+        """Runs the hooks of user code, and of callbacks that use weights, in a context.
 
         Args:
             trainer: the Trainer.
@@ -202,8 +204,8 @@ class Adjustments:
         parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
         for part in parts:
             for hook in hooks:
-                averages = isinstance(part, _AVERAGES) and hasattr(part, hook)
-                if averages or is_users_own(part, hook):
+                uses_weights = isinstance(part, _USES_WEIGHTS) and hasattr(part, hook)
+                if uses_weights or is_users_own(part, hook):
                     self._set(part, hook, _InContext(part, hook, context))
 
     def log_values(self, module: pl.LightningModule, read: Callable[[Value], Any]) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from lightning_pipeshift.compat.lightning_private import skips_backward
 from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.loop_gradients import LoopGradients
 from lightning_pipeshift.lightning.optimizers import (
@@ -201,6 +202,7 @@ class TrainingSteps:
             ),
             keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
             stops=lambda: bool(trainer.should_stop),
+            skips_backward=skips_backward(trainer),
             leaves_late=self._leaves_late and not self._accumulates,
         )
 

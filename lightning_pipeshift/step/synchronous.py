@@ -101,7 +101,8 @@ class SynchronousPipeline(Pipeline):
         report = self._run_microbatches(given, slices)
         # Optimizers' state may arrive until now, and weights of layers that were not called.
         self._finish_change()
-        self._collect_gradients(given, report)
+        if not given.skips_backward:
+            self._collect_gradients(given, report)
         self._end_step(given)
         return report
 
@@ -145,7 +146,8 @@ class SynchronousPipeline(Pipeline):
         sizes = [size for _, size in slices]
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
-        arm = sums.arm if sums is not None and not given.accumulation.has_begun else None
+        arms = sums is not None and not (given.accumulation.has_begun or given.skips_backward)
+        arm = sums.arm if sums is not None and arms else None
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
         has_begun = False
 
@@ -168,7 +170,7 @@ class SynchronousPipeline(Pipeline):
                 everything = list(losses.outcomes), given.is_last_batch
                 begun.append(self.values.gathering.begin(everything))
             loss = losses.outcomes[turn].loss
-            if loss is None or not loss.requires_grad:
+            if loss is None or not loss.requires_grad or given.skips_backward:
                 return None
             begin_gradients(losses.outcomes[turn].weight is None)
             return losses.weighed(turn, given, self.replicas.count)
@@ -194,9 +196,10 @@ class SynchronousPipeline(Pipeline):
         self._in_memory.end_row()
         # Where there was no backward.
         self.late_updates.finish()
-        begin_gradients(True)
-        with self.section("[PipeShift] sum gradients"):
-            self.held.gradients.sum_shared()
+        if not given.skips_backward:
+            begin_gradients(True)
+            with self.section("[PipeShift] sum gradients"):
+                self.held.gradients.sum_shared()
         return self._report(losses, given, *begun[0])
 
     def _begin_gradients(self, given: TrainingBatch, adds: bool) -> None:

@@ -65,6 +65,7 @@ class TrainingBatch:
         accumulation: how gradients of this batch and of earlier ones are accumulated.
         keeps_gradients: whether the gradients from before the step are still needed.
         stops: tells whether user code has asked the Trainer to stop.
+        skips_backward: whether the step is for its forward only; gradients stay as they are.
         leaves_late: whether the optimizer may update layers late; see
             :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
         num_accumulated: how many batches make an update: a divisor of the losses.
@@ -81,6 +82,7 @@ class TrainingBatch:
     accumulation: Accumulation
     keeps_gradients: bool
     stops: Callable[[], bool] = bool
+    skips_backward: bool = False
     leaves_late: bool = False
     num_accumulated: int = 1
     scale: float | Tensor = 1.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +123,8 @@ class Core:
         self.called: dict[int, list[int]] = {}
         """On the only stage, the layers that the latest step has called, by microbatch."""
         self._memories: set[int] | None = None
+        # Buffers that user code has replaced, and may still have.
+        self._former: list[Tensor] = []
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
         """The context of code in which no one watches attributes of modules."""
         self.calls: CallWatch | None = None
@@ -224,6 +228,38 @@ class Core:
             stack.enter_context(data_intercepted())
             yield
 
+    def _take_replaced_buffers(self) -> None:
+        """A tensor that user code has put in the place of a layer's buffer is a buffer from now on:
+        its owner alone has the bytes that the layer writes to it. Every stage calls this at the
+        same place of the program.
+        """
+        for layer in self.placed_layers:
+            for before, now in layer.replaced_buffers():
+                if now in self.parameter_owners:
+                    continue
+                self.parameter_owners[now] = self.owners(layer.number, 0)
+                self.layers_with[now] = [layer.number]
+                self.parameter_numbers[now] = 1 + max(self.parameter_numbers.values())
+                self._placed, self._memories = [], None
+                self._former.append(before)
+        if self._former:
+            self._forget_former()
+
+    def _forget_former(self) -> None:
+        """Forgets the buffers that were replaced and that nothing else has any more."""
+        tables: Any = self.parameter_owners, self.layers_with, self.parameter_numbers
+        held = {id(x) for layer in self.placed_layers for x in layer.buffers}
+        kept: list[Tensor] = []
+        while self._former:
+            buffer = self._former.pop()
+            # The tables have it, this function, and the call that counts.
+            if id(buffer) in held or sys.getrefcount(buffer) > len(tables) + 2:
+                kept.append(buffer)
+                continue
+            for table in tables:
+                table.pop(buffer, None)
+        self._former = kept
+
     def _place_layers(self) -> None:
         for layer in self.placed_layers:
             layer.place(self)
@@ -253,6 +289,7 @@ class Core:
             self.sees_parameters = False
             for tensor, cls in classes:
                 tensor.__class__ = cls
+            self._take_replaced_buffers()
 
     @property
     def own_classes(self) -> dict[Tensor, type]:
@@ -280,6 +317,7 @@ class Core:
         """
         self._memories = None
         self._placed = []
+        self._take_replaced_buffers()
         self.changed()
         self.called.clear()
         self.num_steps += 1

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
+from lightning_pipeshift.compat.torch_private import (
+    transform_runs,
+    without_torch_function_of_subclasses,
+)
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.measuring.finite import finite_check
 from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.model.random.random_streams import stream_seed
@@ -24,7 +28,13 @@ from lightning_pipeshift.values.contract import Contract
 from lightning_pipeshift.values.functions import DRAW_BY_VALUES, READS
 from lightning_pipeshift.values.layer_calls import call_layer
 from lightning_pipeshift.values.special import SPECIAL
-from lightning_pipeshift.values.value import PLACED, StepParameter, Value, name_of
+from lightning_pipeshift.values.value import (
+    PLACED,
+    StepParameter,
+    Value,
+    name_of,
+    user_line,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -175,6 +185,13 @@ class Microbatch(Calls):
 
     def layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a layer."""
+        if transform_runs():
+            raise LayerError(
+                f"The layer `{self.core.names[number]}` is called ({user_line()}) inside of a"
+                " function of `torch.func` (`vmap`, `grad`, `jacrev`), which does not see the"
+                " layers of other stages. Put that call into a module of its own, which is a layer"
+                " then."
+            )
         if self.is_alone:
             self.core.called.setdefault(self.turn, []).append(number)
         self.enters_layer(number)

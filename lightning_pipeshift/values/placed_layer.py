@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.module_private import (
     COMPILED_CALL,
+    buffers_of,
     hook_tables,
     plain_call,
     set_hook_tables,
@@ -20,7 +22,7 @@ from lightning_pipeshift.values.layer_contracts import flagged_in, is_heard
 from lightning_pipeshift.values.layer_state import Attribute, Watch
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import OUTSIDE
-from lightning_pipeshift.values.value import running
+from lightning_pipeshift.values.value import PLACED, running
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
@@ -44,6 +46,18 @@ class PlacedLayer:
         self._replaced: tuple[str, Any] = "forward", self.own_forward
         self.parameters = list(module.named_parameters())
         self.buffers = list(module.buffers())
+        # Where they are: the attributes, the tables of modules, and the buffers.
+        self._places = [
+            Attribute(path, name, is_buffer=True)
+            for path, each in module.named_modules()
+            if isinstance(buffers_of(each), dict)
+            for name, x in buffers_of(each).items()
+            if x is not None
+        ]
+        self._tables: list[Any] = [
+            buffers_of(module.get_submodule(place.path)) for place in self._places
+        ]
+        self._in_places = self._now_in_places()
         self.tensors = [*(x for _, x in self.parameters), *self.buffers]
         """Its parameters and buffers."""
         self.modules = list(module.named_modules())
@@ -61,6 +75,29 @@ class PlacedLayer:
         """The number of its kind, when it was called last."""
         self.watch: Watch | None = None
         """Tells when its settings change."""
+
+    def replaced_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers in whose places user code has put other tensors since this was asked last,
+        and these. Those that the layer's own calls replace are not among them.
+        """
+        before, after = self._in_places, self._now_in_places()
+        if all(map(is_, before, after)):
+            return []
+        found = []
+        for at, (one, now) in enumerate(zip(before, after, strict=True)):
+            # A value becomes a tensor when steps have settled what user code keeps.
+            is_tensor = isinstance(now, Tensor) and type(now) not in PLACED
+            if now is not one and is_tensor and self._places[at] not in self.state:
+                self._in_places[at] = now
+                found.append((one, now))
+        for held in (self.buffers, self.tensors):
+            for before, now in found:
+                held[:] = [now if x is before else x for x in held]
+        return found
+
+    def _now_in_places(self) -> list[Any]:
+        places = zip(self._tables, self._places, strict=True)
+        return [table.get(place.name) for table, place in places]
 
     def foreign(self, stage: int, owners: Mapping[Tensor, int]) -> list[tuple[str, Tensor]]:
         """Its parameters, by name, that another stage owns than that which runs it.

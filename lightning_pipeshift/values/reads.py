@@ -83,7 +83,7 @@ def offer(mailbox: Mailbox, account: Account, is_changed_unseen: bool = False) -
     tensor = account.tensor
     if account.name is None or tensor is None or mailbox.num_stages == 1:
         return
-    if tensor.nbytes <= _KEPT_BYTES:
+    if tensor.layout is torch.strided and tensor.nbytes <= _KEPT_BYTES:
         key, kept = key_of(account), tensor.detach()
         # Torch does not count writes to tensors of inference mode, so they are copied. And a small
         # view would keep all of a large memory.

@@ -205,7 +205,8 @@ class Value(Tensor, WithoutMemory):
             return program.read_number(args[0])
         raise LayerError(
             f"`{func}` needs a value of a step where PipeShift does not see it: {_NO_STEP} Or"
-            " compiled code, or an extension in C++, uses it: call that inside of a layer."
+            " compiled code, an extension in C++, or a function of `torch.func` (`vmap`) uses it:"
+            " call that inside of a layer."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

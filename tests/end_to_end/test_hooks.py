@@ -271,6 +271,38 @@ class Normalises(Watched):
                     p.div_(torch.linalg.matrix_norm(p, 2).clamp(min=1))
 
 
+class Normed(nn.Module):
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = linear, nn.BatchNorm1d(WIDTH)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.linear(features))
+        return found
+
+
+class ReplacesBuffers(Watched):
+    """Gives layers other tensors for buffers that they write to, and keeps the former ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*map(Normed, (self.net[0], self.net[2], self.net[4])), self.net[6])
+        self.former: list[Tensor] = []
+
+    @property
+    def norms(self) -> list[nn.BatchNorm1d]:
+        return [x for x in self.modules() if isinstance(x, nn.BatchNorm1d)]
+
+    def on_train_epoch_start(self) -> None:
+        self.former = [norm.running_mean for norm in self.norms if norm.running_mean is not None]
+        for at, norm in enumerate(self.norms):
+            mean: Any = norm.running_mean
+            norm.running_mean = torch.zeros_like(mean) if at < 2 else mean * 0.5
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [norm.running_mean.sum().item() for norm in self.norms]  # type: ignore[union-attr]
+
+
 class WritesThroughAView(Watched):
     """Of a parameter that two stages have."""
 
@@ -378,6 +410,7 @@ HABITS = [
     KeepsMemoryInSteps,
     Freezes,
     Normalises,
+    ReplacesBuffers,
     WritesThroughAView,
     FlatMemory,
     Draws,

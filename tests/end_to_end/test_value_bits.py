@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -322,6 +323,43 @@ class Scheduled(Base):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
+class Normalised(Scheduled):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        x = self.embedding(words)
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2) if at == 1 else x
+        return self.head(x)
+
+
+class SparseByHand(Base):
+    """Calls the backward itself, of a loss with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.embedding = nn.Embedding.from_pretrained(
+            self.embedding.weight.detach(), freeze=False, sparse=True
+        )
+
+    def training_step(self, batch: Any, _: int) -> None:
+        words, targets = batch
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(words), targets))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def no_callbacks(_: int) -> list[Any]:
     """None."""
     return []
@@ -376,6 +414,22 @@ CASES = {
         {"max_epochs": 4},
         lambda _: [StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)],
     ),
+    "SWA of running statistics": Case(
+        Normalised,
+        1,
+        {"max_epochs": 3},
+        lambda _: [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
+        split=False,
+    ),
+    "prunes": Case(
+        Base,
+        1,
+        {},
+        lambda _: [
+            ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
+        ],
+    ),
+    "sparse, by hand": Case(SparseByHand, split=False),
     "EMA": Case(Tied, 2, {}, lambda _: [EMAWeightAveraging(decay=0.8)]),
     "averages": Case(Tied, 1, {}, lambda _: [WeightAveraging()]),
     "thaws": Case(
