@@ -335,7 +335,7 @@ class Normalised(Scheduled):
         x = self.embedding(words)
         for at, block in enumerate(self.blocks):
             x = block(x)
-            x = self.norm(x.transpose(1, 2)).transpose(1, 2) if at == 1 else x
+            x = self.norm(x.flatten(0, 1)).view_as(x) if at == 1 else x
         return self.head(x)
 
 
