@@ -252,7 +252,10 @@ class Configured:
                 wanted = self.config[self.subcommand].trainer
                 path, arguments = _strategy_of(self.config[self.subcommand])
                 given = {**arguments, **strategy}
-                given["communication"] = Namespace(**vars(given["communication"]))
+                # Only the backend differs from the configuration's.
+                usual = vars(arguments.get("communication") or given["communication"])
+                backend = given["communication"].process_group_backend
+                given["communication"] = Namespace(**{**usual, "process_group_backend": backend})
                 wanted.strategy = Namespace(class_path=path, init_args=Namespace(**given))
                 # A logger may connect to its server as soon as it is created.
                 wanted.callbacks, wanted.logger = None, False

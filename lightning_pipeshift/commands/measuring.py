@@ -175,11 +175,9 @@ def main(arguments: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(list(arguments))
     memory, out = plugin_of(options), options.out
     if options.tensors:
-        memory = memory or MemoryCompression()
-    strategy = measured_strategy(rest, memory)
-    if options.tensors:
-        show_tensors(strategy)
+        show_tensors(measured_strategy(rest, memory or MemoryCompression()))
         return
+    strategy = measured_strategy(rest, memory)
     found = strategy.measured
     if found is None:
         return

@@ -1,5 +1,5 @@
-"""What ``pipeshift plan --tensors`` shows: each saved tensor, and what becomes of it under a
-budget.
+"""Prints the tables of ``pipeshift plan --tensors``: every saved tensor with the place that a plan
+gives it under a budget, and the peak memory of each stage.
 """
 
 from __future__ import annotations

@@ -71,14 +71,16 @@ __all__ = [
     "real_tensors",
 ]
 
+FAKE_TENSOR_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where fake tensors report operations that fail on them, each with a trace."""
+
+# --- function transforms ---
+
 
 def transform_runs() -> bool:
     """Whether a function transform of ``torch.func`` (``vmap``, ``grad``) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
-
-FAKE_TENSOR_LOG: Final = logging.getLogger("torch._subclasses.fake_tensor")
-"""Where fake tensors report operations that fail on them, each with a trace."""
 
 # --- dispatch modes ---
 

@@ -145,9 +145,8 @@ class SynchronousPipeline(Pipeline):
     def _run_microbatches(self, given: TrainingBatch, slices: Sequence[tuple[Any, int]]) -> Report:
         sizes = [size for _, size in slices]
         losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
-        sums = self._sums(given.accumulation)
-        arms = sums is not None and not (given.accumulation.has_begun or given.skips_backward)
-        arm = sums.arm if sums is not None and arms else None
+        sums = None if given.skips_backward else self._sums(given.accumulation)
+        arm = sums.arm if sums is not None and not given.accumulation.has_begun else None
         row = schedule_named(self.plan.schedule)(self.channels.num_stages, len(slices))
         has_begun = False
 

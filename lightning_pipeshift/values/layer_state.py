@@ -47,10 +47,10 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return _as_dict(buffers_of(module))
+    return as_dict(buffers_of(module))
 
 
-def _as_dict(table: Any) -> dict[str, Any]:
+def as_dict(table: Any) -> dict[str, Any]:
     """A table of a module; of a ``ScriptModule``, whose tables are no dictionaries, a copy."""
     return table if isinstance(table, dict) else dict(table.items())
 
@@ -76,17 +76,18 @@ class Attribute(NamedTuple):
 
     def get(self, layer: nn.Module) -> Any:
         """Its value; ``_Missing`` if there is none."""
-        return _as_dict(self._table(layer)).get(self.name, _Missing.ATTRIBUTE)
+        return as_dict(self.table(layer)).get(self.name, _Missing.ATTRIBUTE)
 
     def set(self, layer: nn.Module, value: Any) -> None:
         """Sets it, or removes it: code may ask for it with ``hasattr``."""
-        table = self._table(layer)
+        table = self.table(layer)
         if value is _Missing.ATTRIBUTE:
             table.pop(self.name, None)
         else:
             table[self.name] = value
 
-    def _table(self, layer: nn.Module) -> Any:
+    def table(self, layer: nn.Module) -> Any:
+        """The table of the module that has it."""
         module = layer.get_submodule(self.path)
         if self.is_parameter:
             return parameters_of(module)
@@ -143,7 +144,7 @@ class Watch:
         self._hook_tables: list[dict[int, Any]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         for path, module in self._layer.named_modules():
-            buffers, parameters = _buffers_of(module), _as_dict(parameters_of(module))
+            buffers, parameters = _buffers_of(module), as_dict(parameters_of(module))
             for table, is_buffer in ((module.__dict__, False), (buffers, True)):
                 own = {Attribute(path, name, is_buffer): x for name, x in table.items()}
                 watched = [(name, x) for name, x in own.items() if self._is_watched(name)]
@@ -229,17 +230,19 @@ def _versions(buffers: dict[str, Tensor | None]) -> list[int]:
     return [version_in(x) for x in buffers.values() if x is not None]
 
 
+def buffers_by_place(layer: nn.Module) -> dict[Attribute, Tensor]:
+    """The buffers of a layer's modules, by the attributes that they are."""
+    return {
+        Attribute(path, name, True): buffer
+        for path, module in layer.named_modules()
+        for name, buffer in _buffers_of(module).items()
+        if buffer is not None
+    }
+
+
 def shared_buffers(layers: Sequence[nn.Module]) -> list[dict[Attribute, Tensor]]:
     """The buffers of each layer that other layers have, too."""
-    found = [
-        {
-            Attribute(path, name, True): buffer
-            for path, module in layer.named_modules()
-            for name, buffer in _buffers_of(module).items()
-            if buffer is not None
-        }
-        for layer in layers
-    ]
+    found = list(map(buffers_by_place, layers))
     uses = Counter(x for table in found for x in {id(buffer) for buffer in table.values()})
     return [{name: x for name, x in table.items() if uses[id(x)] > 1} for table in found]
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.module_private import (
     COMPILED_CALL,
-    buffers_of,
     hook_tables,
     plain_call,
     set_hook_tables,
@@ -19,7 +18,7 @@ from lightning_pipeshift.compat.module_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.user_state.copies import method_of_copy
 from lightning_pipeshift.values.layer_contracts import flagged_in, is_heard
-from lightning_pipeshift.values.layer_state import Attribute, Watch
+from lightning_pipeshift.values.layer_state import Attribute, Watch, as_dict, buffers_by_place
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.program import OUTSIDE
 from lightning_pipeshift.values.value import PLACED, running
@@ -46,18 +45,11 @@ class PlacedLayer:
         self._replaced: tuple[str, Any] = "forward", self.own_forward
         self.parameters = list(module.named_parameters())
         self.buffers = list(module.buffers())
-        # Where they are: the attributes, the tables of modules, and the buffers.
-        self._places = [
-            Attribute(path, name, is_buffer=True)
-            for path, each in module.named_modules()
-            if isinstance(buffers_of(each), dict)
-            for name, x in buffers_of(each).items()
-            if x is not None
-        ]
-        self._tables: list[Any] = [
-            buffers_of(module.get_submodule(place.path)) for place in self._places
-        ]
-        self._in_places = self._now_in_places()
+        places = buffers_by_place(module)
+        self._places = list(places)
+        # The tables of their modules, to find them fast, and what was found there last.
+        self._tables = [as_dict(place.table(module)) for place in places]
+        self._in_places: list[Any] = list(places.values())
         self.tensors = [*(x for _, x in self.parameters), *self.buffers]
         """Its parameters and buffers."""
         self.modules = list(module.named_modules())
@@ -80,24 +72,22 @@ class PlacedLayer:
         """The buffers in whose places user code has put other tensors since this was asked last,
         and these. Those that the layer's own calls replace are not among them.
         """
-        before, after = self._in_places, self._now_in_places()
-        if all(map(is_, before, after)):
+        tables = zip(self._tables, self._places, strict=True)
+        there = [table.get(place.name) for table, place in tables]
+        if all(map(is_, self._in_places, there)):
             return []
-        found = []
-        for at, (one, now) in enumerate(zip(before, after, strict=True)):
+        found: list[tuple[Tensor, Tensor]] = []
+        for at, now in enumerate(there):
+            if now is self._in_places[at] or self._places[at] in self.state:
+                continue
             # A value becomes a tensor when steps have settled what user code keeps.
-            is_tensor = isinstance(now, Tensor) and type(now) not in PLACED
-            if now is not one and is_tensor and self._places[at] not in self.state:
+            if isinstance(now, Tensor) and type(now) not in PLACED:
+                found.append((self._in_places[at], now))
                 self._in_places[at] = now
-                found.append((one, now))
         for held in (self.buffers, self.tensors):
             for before, now in found:
                 held[:] = [now if x is before else x for x in held]
         return found
-
-    def _now_in_places(self) -> list[Any]:
-        places = zip(self._tables, self._places, strict=True)
-        return [table.get(place.name) for table, place in places]
 
     def foreign(self, stage: int, owners: Mapping[Tensor, int]) -> list[tuple[str, Tensor]]:
         """Its parameters, by name, that another stage owns than that which runs it.

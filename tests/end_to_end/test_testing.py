@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeshift import ConfigurationError, PipeShiftError
-from lightning_pipeshift.commands import cli
+from lightning_pipeshift import Communication, ConfigurationError, PipeShiftError
+from lightning_pipeshift.commands import check, cli
 from lightning_pipeshift.testing import (
     CheckedRun,
     CheckReport,
@@ -539,6 +539,16 @@ def command(folder: Path, *arguments: str) -> Any:
     ):
         cli.main()
     return ended.value.code
+
+
+def test_a_check_keeps_how_the_configuration_communicates(own_folder: Path) -> None:
+    own = "init_args: {communication: {heartbeat_timeout: 20, lane_marks: false}, "
+    (own_folder / "config.yaml").write_text(CONFIGURATION.replace("init_args: {", own, 1))
+    recipe = check.Configured(("--config", "config.yaml"), 1)
+    how = {"communication": Communication(process_group_backend="gloo"), "partition": "uniform"}
+    made: Any = recipe.build({}, {**how, "virtual_machines": 1}).trainer.strategy
+    found = made._options
+    assert (found.heartbeat_timeout, found.marks, found.process_group_backend) == (20, None, "gloo")
 
 
 def test_the_command_says_that_all_is_the_same(

@@ -269,12 +269,14 @@ def between_blocks(
     possible: frozenset[int] | None,
     worth: float,
 ) -> list[Staged]:
-    """What is found with cuts between blocks, unless other cuts are faster by more than ``worth``.
+    """Returns the best stages with cuts between blocks; those with cuts anywhere, if their step is
+    shorter by more than the factor ``worth``, or if no cut between blocks fits.
 
     Args:
         search: finds stages, given the boundaries that may be cut.
         worthwhile: the boundaries between blocks.
         possible: all that may be cut.
+        worth: the factor, 1 or more; with 1, other cuts are tried only if nothing fits.
     """
     best, anywhere = search(worthwhile), []
     if not best or (worthwhile != possible and worth > 1):

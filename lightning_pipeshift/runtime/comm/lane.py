@@ -36,8 +36,8 @@ _SMALL_BYTES = 1024
 
 
 class Subject(IntEnum):
-    """What the messages of a lane are about. Several lanes share the connections of a group, and
-    their messages do not mix.
+    """The purpose of a lane's messages. Lanes of one group share its connections; each purpose has
+    tags of its own, so a lane receives only messages of its own purpose.
     """
 
     REPORTS = 0
