@@ -240,6 +240,11 @@ storage_key: Callable[[Any], int] = attrgetter("_cdata")
 where ``data_ptr`` is 0 for all. It may be used again once the storage is gone."""
 
 
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+"""Whether a tensor has one memory: not a sparse one, nor what ``torch.func`` passes to functions.
+No public function tells the latter apart."""
+
+
 def storage_key_of(tensor: Tensor) -> int:
     """The identity of a tensor's storage. See :data:`storage_key`."""
     return storage_key(tensor.untyped_storage())
@@ -260,7 +265,11 @@ USES_OF_ONE: Final = 2
 
 
 def num_other_uses(tensor: Tensor) -> int:
-    """How many other tensors, and other objects, refer to the memory of this one."""
+    """How many other tensors, and other objects, refer to the memory of this one; 0 if it has no
+    storage.
+    """
+    if not has_storage(tensor):
+        return 0
     storage = tensor.untyped_storage()
     return storage_use_count(storage) - USES_OF_ONE
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import (
     base_of,
+    has_storage,
     num_other_uses,
     storage_key_of,
     without_torch_function_of_subclasses,
@@ -62,4 +63,6 @@ class Aliases:
 
 
 def _is_common(x: object) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and base_of(x) is None  # type: ignore[arg-type]
+    if type(x) not in (Tensor, nn.Parameter):
+        return False
+    return has_storage(x) and base_of(x) is None  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_pipeshift.compat.module_private import BackwardHook, backward_hooks_by
 from lightning_pipeshift.compat.torch_private import apply_function, checkpointing_by
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.values.layer_contracts import NoBackwardHook
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import PLACED, SeenData, running
 
@@ -87,8 +87,51 @@ def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
             " gradients are at several stages. Register the hook on its layers, or on a tensor"
             " between them (`x.register_hook`)."
         )
-    microbatch.core.backward_hooks[number] = found
-    return NoBackwardHook()
+    return _LayerBackwardHook(microbatch, number, found)
+
+
+class _LayerBackwardHook:
+    """What is put around the call of a layer for the hooks on its backward. They run at its owner,
+    which has both ends: that of the input is a part of the layer, and that of the output is behind
+    the hooks on the layer's forward, as in torch.
+    """
+
+    def __init__(self, microbatch: Microbatch, number: int, hooks: BackwardHook) -> None:
+        self._microbatch, self._number, self._hooks = microbatch, number, hooks
+
+    def setup_input_hook(self, args: Any) -> Any:
+        """Leaves it to the layer."""
+        self._microbatch.core.backward_hooks[self._number] = self._hooks
+        return args
+
+    def setup_output_hook(self, result: Any) -> Any:
+        """What the layer returned, and hooks on its forward may have replaced, at the end."""
+        outputs = result if isinstance(result, tuple) else (result,)
+        if not any(type(x) in PLACED for x in outputs):
+            return self._hooks.setup_output_hook(result)
+        owner = self._microbatch.core.owners(self._number, self._microbatch.turn)
+        return self._microbatch.operate(_OutputHook(self._hooks), (result,), {}, owner)
+
+
+class _OutputHook:
+    """The end of the hooks on a layer's backward as an operation; equal for all layers."""
+
+    __name__ = "register_full_backward_hook"
+
+    def __init__(self, hooks: BackwardHook) -> None:
+        # An equal one is kept for long.
+        self._hooks = weakref.ref(hooks)
+
+    def __call__(self, result: Any) -> Any:
+        hooks = self._hooks()
+        assert hooks is not None, "the module whose call ends has them"
+        return hooks.setup_output_hook(result)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OutputHook)
+
+    def __hash__(self) -> int:
+        return hash(_OutputHook)
 
 
 def _recomputing() -> AbstractContextManager[None] | None:

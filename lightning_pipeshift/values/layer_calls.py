@@ -30,7 +30,6 @@ from lightning_pipeshift.values.layer_contracts import (
     leaving_flags,
     runs_torch_only,
     set_flags,
-    with_backward_hooks,
 )
 from lightning_pipeshift.values.layer_state import Attribute, Watch, run_twice, with_state
 from lightning_pipeshift.values.value import StepParameter, Value, versions_in
@@ -254,7 +253,7 @@ class _Run(NamedTuple):
             # The first call may be the first that torch compiles (`torch.cond` does).
             forward = _compiling(core, layer)(forward)
         if self.hooks is not None:
-            forward = with_backward_hooks(forward, self.hooks)
+            forward = _behind(self.hooks.setup_input_hook, forward)
         if not self.is_bare:
             forward = hearing(module, forward, self.hooked)
         recomputes = program.recomputes
@@ -281,6 +280,15 @@ class _Run(NamedTuple):
             # Around the state: a layer may replace a buffer that was brought here.
             forward = partial(_called_with, module, forward, others)
         return forward if program.timer is None else program.timer.timed(number, forward)
+
+
+def _behind(given_by: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose arguments a function replaces first."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*given_by(args), **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.compat.module_private import (
     MAKES_WEIGHTS,
-    BackwardHook,
     buffers_of,
     forward_hooks_of,
     forward_pre_hooks,
@@ -233,26 +232,6 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
         tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=there
     )
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-
-
-class NoBackwardHook:
-    """Does nothing where a module is called, since its owner calls the hooks on its backward."""
-
-    def setup_input_hook(self, args: Any) -> Any:
-        """Returns them."""
-        return args
-
-    setup_output_hook = setup_input_hook
-
-
-def with_backward_hooks(forward: Callable[..., Any], hooks: BackwardHook) -> Callable[..., Any]:
-    """A layer's forward between the two ends of the hooks on its backward."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*hooks.setup_input_hook(args), **kwargs)
-        return hooks.setup_output_hook(result)
-
-    return run
 
 
 class Heard(NamedTuple):

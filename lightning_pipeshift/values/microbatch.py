@@ -96,8 +96,21 @@ class Microbatch(Calls):
             return self._read_by(function, args, kwargs)
         return self.operate(function, args, kwargs)
 
-    def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function at one stage."""
+    def operate(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stage: int | None = None,
+    ) -> Any:
+        """Runs a function at one stage: this one, or that which it depends on.
+
+        Args:
+            function: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            stage: ``None``: where what it uses is, or the last of several such stages.
+        """
         core = self.core
         arguments = Arguments(given(args, kwargs), described, function in _SHAPED_BY_FLOATS)
         self.place_parameters(arguments.tensors)
@@ -112,7 +125,8 @@ class Microbatch(Calls):
         draws = contract is not None and contract.draws
         # Between two steps, what user code draws is the next of the generators' own numbers.
         stream = None if draws and self.is_outside else self.next_stream(label)
-        stage = self._stage_of(contract, arguments)
+        if stage is None:
+            stage = self._stage_of(contract, arguments)
         if stage is None:
             return self._everywhere(function, args, kwargs)
 

@@ -177,6 +177,27 @@ class HooksOnLayers(Base):
             block.register_full_backward_pre_hook(enlarged)
 
 
+class HooksOnBothWays(HooksOnLayers):
+    """Hooks on the forward of layers, too: torch calls those on the backward with what the last one
+    returned, and the gradient of what they have kept does not pass them.
+    """
+
+    kept: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, given, made: self.kept.append(made))
+            block.register_forward_hook(lambda _, given, made: made + 0.1 * self.kept[0])
+        self.head.register_full_backward_hook(moved)
+        self.head.register_forward_hook(lambda _, given, made: self.kept.append(made))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.kept = []
+        loss = super().training_step(batch, index)
+        return loss + sum(x.square().mean() for x in self.kept)
+
+
 class HooksOnTensors(Base):
     """Hooks on tensors between layers; one of them has consumers on several stages."""
 
@@ -399,6 +420,7 @@ CASES = {
     "collectives": Case(Gathers),
     "hooks inside of layers": Case(HooksInside),
     "hooks on layers": Case(HooksOnLayers),
+    "hooks on layers, both ways": Case(HooksOnBothWays),
     "hooks on tensors": Case(HooksOnTensors),
     "hooks on parameters": Case(HooksOnParameters),
     "gradients of values": Case(Retains, split=False),
