@@ -246,8 +246,10 @@ No public function tells the latter apart."""
 
 
 def storage_key_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage. See :data:`storage_key`."""
-    return storage_key(tensor.untyped_storage())
+    """The identity of a tensor's storage, see :data:`storage_key`; of one without a storage, a
+    number that no other tensor has.
+    """
+    return storage_key(tensor.untyped_storage()) if has_storage(tensor) else -id(tensor)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

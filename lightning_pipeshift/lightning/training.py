@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_pipeshift.compat.lightning_private import skips_backward
+from lightning_pipeshift.compat.lightning_private import combined_loader_of, skips_backward
 from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.loop_gradients import LoopGradients
 from lightning_pipeshift.lightning.optimizers import (
@@ -28,7 +28,7 @@ from lightning_pipeshift.lightning.patches import HOOKS, NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.run_tables import lanes_table, stages_table
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.parameters.optimizer_trial import check_updates
-from lightning_pipeshift.model.tensors.microbatch import split
+from lightning_pipeshift.model.tensors.microbatch import size_or_one, split
 from lightning_pipeshift.model.tensors.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.plan.search.measurements import Measured
@@ -126,6 +126,8 @@ class TrainingSteps:
         trainer, pipeline = self._trainer, self._pipeline
         step = self._step_of(rest)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
+        if not self._num_steps:
+            self._check_samples(batch)
         self._is_plain = pipeline.begins_plain_step(batch, step, number)
         if self._is_plain:
             result = pipeline.plain_training_step(batch, step, number)
@@ -146,6 +148,27 @@ class TrainingSteps:
         has_loss = result is not None and result is not NO_LOSS
         self._num_losses += has_loss or not self._pipeline.is_automatic
         return result
+
+    def _check_samples(self, batch: Any) -> None:
+        """Warns if a batch that is cut into microbatches has another number of samples than the
+        DataLoader says: what is cut may be something else.
+        """
+        pipeline, loop = self._pipeline, self._trainer.fit_loop
+        stages_per_vm = pipeline.replicas.topology.stages_per_vm
+        loaders = combined_loader_of(loop).flattened
+        expected = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
+        size = size_or_one(batch)
+        is_short = size < (expected or 0) and loop.epoch_loop.batch_progress.is_last_batch
+        if expected in (None, size) or is_short:
+            return
+        if pipeline.is_automatic and pipeline.settings.num_microbatches(stages_per_vm) > 1:
+            rank_zero_warn(
+                f"PipeShift: the DataLoader makes batches of {expected} samples, and the first"
+                f" tensor of this batch has {size} in its first dimension, along which the batch is"
+                " cut into microbatches. If they are no samples (each sample is an entry of a list,"
+                " for example), training goes wrong: let `collate_fn` stack the samples, or set"
+                " `microbatches=1`."
+            )
 
     def _by_hand(self, given: TrainingBatch) -> Any:
         """Runs a step that calls ``backward`` and the optimizers itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,30 @@ def test_what_needs_one_device_is_said() -> None:
     with pytest.raises(RanksFailed, match="One device takes it") as caught:
         run_ranks(on_rank, 2, training, {"microbatches": 2}, (WithLBFGS,), {})
     assert ConfigurationError.__name__ in str(caught.value)
+
+
+class TakesLists(LayersOfItsOwn):
+    """Its batches are lists of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].reshape(1, -1)
+        return self(F.pad(x, (0, NUM_FEATURES - x.numel()))).mean()
+
+
+def samples_in_a_list(how: Any) -> list[str]:
+    """The warnings of a run whose batches are lists of samples, as long as each other."""
+    samples: Any = [torch.randn(NUM_FEATURES) for _ in range(8)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(how, max_epochs=1)
+        trainer.fit(built(TakesLists), DataLoader(samples, 4, collate_fn=list))
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_list_of_samples_that_is_cut_otherwise_is_told(microbatches: int) -> None:
+    how = {"devices": 1, "pipeshift": {"microbatches": microbatches}}
+    (said,) = run_ranks(samples_in_a_list, 1, how)
+    is_told = any("makes batches of 4 samples" in each for each in said)
+    # Of each sample, a microbatch has half of its features.
+    assert is_told == (microbatches > 1)

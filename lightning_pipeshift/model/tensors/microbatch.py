@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.tensors.trees import flatten, structure_of
+from lightning_pipeshift.model.tensors.trees import flatten, leaves_of, structure_of
 
 
 def batch_size_of(batch: Any) -> int:
@@ -41,9 +42,9 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     """Splits a batch along its first dimension into at most ``num_microbatches`` slices of nearly
     equal size.
 
-    Tensors are cut, and lists and tuples of strings of the same length; values without a batch
-    dimension go into every slice. If the size is not divisible, the first slices are one sample
-    larger; no slice is empty.
+    Tensors are cut; NumPy arrays of the same length, and lists and tuples of it without tensors,
+    too: they have an entry for each sample. Other values go into every slice. If the size is not
+    divisible, the first slices are one sample larger; no slice is empty.
 
     Args:
         batch: a nested structure of tensors.
@@ -54,13 +55,28 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
         The slices, and how many samples each holds.
 
     Raises:
-        BatchError: tensors of the batch differ in their first dimension.
+        BatchError: tensors of the batch differ in their first dimension, or a list may have its
+            samples in two ways.
     """
     if num_microbatches == 1:
         return [(batch, size_or_one(batch))]
     size = batch_size_of(batch)
     leaves, rebuild = flatten(batch, is_leaf=lambda node: _is_column(node, size))
     for leaf in leaves:
+        is_list = size > 1 and isinstance(leaf, list | tuple) and _is_column(leaf, size)
+        if is_list and all(_is_column(entry, size) for entry in leaf):
+            raise BatchError(
+                f"The batch holds a {type(leaf).__name__} of {size} entries that have {size}"
+                f" entries each, and {size} samples: it is not clear which of them are one"
+                " sample's. Return it as a tensor whose first dimension counts the samples, or set"
+                " `microbatches=1`."
+            )
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.layout is not torch.strided:
+            raise BatchError(
+                f"The batch holds a tensor with the layout `{leaf.layout}`, which torch cannot cut"
+                " into microbatches without a copy. Return a dense tensor from the DataLoader, or"
+                " set `microbatches=1`."
+            )
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
             raise BatchError(
                 f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape "
@@ -78,11 +94,14 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
 
 
 def _is_column(node: Any, size: int) -> bool:
-    """Whether a list holds one plain value (a name, a number) for each sample."""
+    """Whether a list or an array holds one entry, of any kind but a tensor, for each sample."""
+    if isinstance(node, np.ndarray):
+        return node.ndim > 0 and len(node) == size
+    is_list = isinstance(node, list | tuple) and not hasattr(node, "_fields")
     return (
-        isinstance(node, list | tuple)
+        is_list
         and len(node) == size
-        and all(isinstance(entry, str | bytes | int | float) for entry in node)
+        and not any(isinstance(leaf, Tensor) for leaf in leaves_of(node))
     )
 
 
@@ -135,7 +154,8 @@ def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
             merged_dict[key] = merge(*zip(*have, strict=True))
         return merged_dict
     if all(map(_is_column, results, sizes)):
-        return [entry for result in results for entry in result]
+        is_array = all(isinstance(result, np.ndarray) for result in results)
+        return np.concatenate(results) if is_array else [x for result in results for x in result]
     flat = [flatten(result) for result in results]
     if len({structure_of(result) for result in results}) != 1:
         return list(results)

@@ -134,6 +134,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def _fields(leaf: Any) -> dict[str, Any] | None:
     if isinstance(leaf, UserDict):
         return dict(leaf.data)
+    if isinstance(leaf, dict):
+        return dict(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return None
@@ -147,6 +149,8 @@ def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
     fresh = copy.copy(original)
     if isinstance(fresh, UserDict):
         fresh.data = fields
+    elif isinstance(fresh, dict):
+        dict.update(fresh, fields)
     else:
         for name, value in fields.items():
             object.__setattr__(fresh, name, value)

@@ -2,6 +2,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -227,6 +228,53 @@ def test_entries_of_dicts_are_those_of_the_microbatches_that_have_them():
     assert merged.pop("only") == 5.0
     # One name for each sample, or not.
     assert merged == {"hard": ["a", "b", "c", "d"], "seen": [["x"], ["y", "z"], []]}
+
+
+class Words(dict):
+    """A dict of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        ["a", None, "b", "c"],
+        [[1, 2], [3], [], [4]],
+        [{"id": 1}, {"id": 2}, {"id": 3}, {"id": 4}],
+        [{1}, {2, 3}, set(), {4}],
+        [np.int64(1), np.int64(2), np.int64(3), np.int64(4)],
+        (("a", 1), ("b", 2), ("c", 3), ("d", 4)),
+        np.arange(8).reshape(4, 2),
+        np.eye(4),
+    ],
+)
+def test_what_has_an_entry_for_each_sample_is_cut(column):
+    batch = Words(x=torch.arange(4.0), column=column)
+    parts = split(batch, 2)
+    assert [type(part) for part, _ in parts] == [Words, Words]
+    assert [size for _, size in parts] == [2, 2]
+    for number, (part, _) in enumerate(parts):
+        assert torch.equal(part["x"], torch.arange(4.0)[2 * number : 2 * number + 2])
+        expected = column[2 * number : 2 * number + 2]
+        assert type(part["column"]) is type(column)
+        if isinstance(column, np.ndarray):
+            assert np.array_equal(part["column"], expected)
+        else:
+            assert part["column"] == expected
+    merged = merge([part["column"] for part, _ in parts], [2, 2], [1.0, 1.0])
+    assert np.array_equal(merged, column) if isinstance(column, np.ndarray) else merged == [*column]
+
+
+def test_a_sparse_tensor_is_an_error():
+    with pytest.raises(BatchError, match=r"layout `torch\.sparse_coo`"):
+        split((torch.zeros(2, 2), torch.eye(2).to_sparse()), 2)
+
+
+def test_a_list_whose_samples_may_be_its_entries_or_in_them_is_an_error():
+    with pytest.raises(BatchError, match="not clear which of them are one sample's"):
+        split((torch.zeros(2), [["a", "b"], ["c", "d"]]), 2)
+    # A list of columns is none of samples.
+    parts = split((torch.zeros(2), [["a", "b"], ["c", "d"], ["e", "f"]]), 2)
+    assert [part[1] for part, _ in parts] == [[["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]]
 
 
 def test_losses_alone():
