@@ -52,7 +52,6 @@ OLD: dict[str, str] = {
             "rings",
             "rings_mtu1500",
             "simulator",
-            "schedules",
             "sleeping_stages",
             "sleeping_stages_eager",
             "slow_hosts",
