@@ -96,8 +96,11 @@ class Reporting:
         loss = None
         if found and sum(weights):
             loss = weighted_mean([x for x, _ in found], [w for _, w in found])
+        # A microbatch that is left out may return nothing.
+        every = zip((outcome.result for outcome in outcomes), sizes, weights, strict=True)
+        results = [each for each in every if each[0] is not None]
         return Report(
-            merge([outcome.result for outcome in outcomes], sizes, weights),
+            merge(*zip(*results, strict=True)) if results else None,
             merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
             is_last_batch,
             loss,

@@ -120,11 +120,22 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     """Merges the results of a batch's microbatches.
 
-    Tensors with the samples in their first dimension are joined; scalars are averaged with the
-    microbatches' weights; anything else becomes a list with one entry for each microbatch.
+    Tensors with the samples in their first dimension are joined, and lists with one name or number
+    for each sample; scalars are averaged with the microbatches' weights; anything else becomes a
+    list with one entry for each microbatch. An entry of a dict is that of the microbatches that
+    have it.
     """
     if len(results) == 1:
         return results[0]
+    if all(type(result) is dict for result in results):
+        merged_dict = {}
+        for key in dict.fromkeys(key for result in results for key in result):
+            every = zip(results, sizes, weights, strict=True)
+            have = [(result[key], *counts) for result, *counts in every if key in result]
+            merged_dict[key] = merge(*zip(*have, strict=True))
+        return merged_dict
+    if all(map(_is_column, results, sizes)):
+        return [entry for result in results for entry in result]
     flat = [flatten(result) for result in results]
     if len({structure_of(result) for result in results}) != 1:
         return list(results)

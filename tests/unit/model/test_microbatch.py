@@ -211,10 +211,22 @@ def test_results_are_put_together():
 def test_results_of_different_structure_stay_apart():
     results = [{"loss": torch.tensor(1.0)}, None]
     assert merge(results, [2, 1], [2.0, 0.0]) == results
-    other_keys = [{"right": torch.tensor(1.0)}, {"wrong": torch.tensor(2.0)}]
-    assert merge(other_keys, [2, 2], [1.0, 1.0]) == other_keys
     longer = [[torch.ones(2)], [torch.ones(2), torch.ones(2)]]
     assert equal(merge(longer, [2, 2], [1.0, 1.0]), longer)
+
+
+def test_entries_of_dicts_are_those_of_the_microbatches_that_have_them():
+    results = [
+        {"loss": torch.tensor(1.0), "hard": ["a", "b"], "seen": ["x"], "logits": torch.ones(2, 1)},
+        {"loss": torch.tensor(3.0), "hard": ["c"], "seen": ["y", "z"], "only": torch.tensor(5.0)},
+        {"loss": torch.tensor(5.0), "hard": ["d"], "seen": [], "logits": torch.zeros(1, 1)},
+    ]
+    merged = merge(results, [2, 1, 1], [1.0, 1.0, 1.0])
+    assert torch.allclose(merged.pop("loss"), torch.tensor(3.0))
+    assert torch.equal(merged.pop("logits"), torch.tensor([[1.0], [1.0], [0.0]]))
+    assert merged.pop("only") == 5.0
+    # One name for each sample, or not.
+    assert merged == {"hard": ["a", "b", "c", "d"], "seen": [["x"], ["y", "z"], []]}
 
 
 def test_losses_alone():
