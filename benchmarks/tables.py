@@ -153,6 +153,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
     return {
         "headlines": headlines,
         "throughput": throughput,
+        "schedules": schedules,
         "sleeping_stages": sleeping_stages,
         "rings": rings,
         "rings_bound": rings_bound,
@@ -269,6 +270,19 @@ def throughput() -> Rows:
         ),
         row("torch / the ideal, both cores busy", "torch_over_ideal_both_cores_busy", ".2f"),
     ]
+
+
+def schedules() -> Rows:
+    """By schedule, beside torch's 1F1B."""
+    names = ("1f1b", "eager_1f1b", "zb-h1")
+    rows = [["4 stages, 8 microbatches", *(f"`{name}`" for name in names)]]
+    for title, field in (
+        ("steps per second over torch's `Schedule1F1B`", "pipeshift_over_torch"),
+        ("over the ideal time of 1F1B", "pipeshift_over_ideal_1f1b"),
+    ):
+        where = (f"schedules / 4 stages, 8 microbatches, {name} / {field}" for name in names)
+        rows.append([title, *(f"{{{each} .2f}}" for each in where)])
+    return rows
 
 
 def sleeping_stages() -> Rows:

@@ -241,7 +241,7 @@ def main(
     stages: int = 2,
     virtual_machines: int = 1,
     microbatches: int = 8,
-    schedule: Literal["1f1b", "eager_1f1b", "gpipe"] = "1f1b",
+    schedule: Literal["1f1b", "eager_1f1b", "gpipe", "zb-h1"] = "1f1b",
     steps: int = 300,
     layers: int = 4,
     width: int = 128,

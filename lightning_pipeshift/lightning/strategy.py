@@ -47,7 +47,8 @@ class PipeShiftStrategy(StrategyHooks):
             The choice is shown and saved in checkpoints, and a run that continues one keeps it. The
             hooks ``setup`` and ``configure_model`` run before it.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
-            compute and holds up to twice the activations; or ``"async"`` or ``"async-2bw"``, which
+            compute and holds up to twice the activations; ``"zb-h1"``, which computes the gradients
+            of weights where stages would be idle (Qi et al., ICLR 2024), with the same bits; or ``"async"`` or ``"async-2bw"``, which
             do not drain between batches, and use older weights (``docs/asynchronous.md``).
         partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and

@@ -22,9 +22,11 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.liveness.stalls import tells
+from lightning_pipeshift.step.later_gradients import LaterGradients
 from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch, words_of
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.backward import run_part
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import run_by
@@ -49,6 +51,7 @@ class Engine:
         self._core, self._around = core, around
         self._tails = tails
         self._runs_ahead = False
+        self._later: LaterGradients | None = None
         self._before_last_backward: Callable[[], object] | None = None
         self.waits_for: Action | None = None
         """While nothing can run: what would, if its message came."""
@@ -90,6 +93,8 @@ class Engine:
         core.begin(num_ahead=num_ahead)
         find_root = root_of or partial(_part_of_mean, len(batches))
         flight = Flight(row)
+        puts_off = any(action.kind is Kind.WEIGHTS for action in flight.todo)
+        self._later = LaterGradients() if puts_off else None
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)
         everything: list[SuspendableMicrobatch] = []
 
@@ -153,6 +158,7 @@ class Engine:
             outside = ThreadState(core.device)
             outside.restore()
             while todo or live:
+                self._compute_due(flight)
                 ready = self._ready(live)
                 if ready is None and not todo and leaves_some and self._may_begin(live):
                     break
@@ -161,7 +167,9 @@ class Engine:
                     self._advance(ready, flight, tails)
                 elif todo and todo[0].kind is Kind.FORWARD and self._may_begin(live):
                     self._advance(begin(todo.popleft().microbatch, outside), flight, tails)
-                elif not self._run_backward(flight):
+                elif self._run_backward(flight) or self._compute_left(flight):
+                    continue
+                elif todo or live:
                     self._wait(flight)
 
     def _advance(
@@ -216,22 +224,54 @@ class Engine:
             if microbatch.saves is not None and microbatch.saves.may_recompute:
                 self._recompute(microbatch, microbatch.saves)
                 return True
-            if flight.live or at:
+            if flight.live or at or (self._later is not None and self._later.first is not None):
                 return False
         action = todo[at]
         del todo[at]
         del done[microbatch.order]
         is_last = not any(one.kind is Kind.BACKWARD for one in todo)
+        later = self._later
         if is_last and self._before_last_backward is not None:
+            while self._compute_left(flight):
+                pass
             self._before_last_backward()
         self._core.computes = first is None
+        microbatch.put_off = partial(later.backward, microbatch) if later is not None else None
         with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
             if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
-        microbatch.root = None
+        microbatch.root = microbatch.put_off = None
         if microbatch.saves is not None:
             microbatch.saves.end_backward()
             microbatch.saves = None
+        return True
+
+    def _compute_due(self, flight: Flight) -> None:
+        """Computes the gradients of weights that may not be left for longer."""
+        todo = flight.todo
+        while todo and todo[0].kind is Kind.WEIGHTS:
+            number = todo[0].microbatch
+            if Action(Kind.BACKWARD, number) in todo:
+                return
+            first = None if self._later is None else self._later.first
+            if first is not None and first.order == number:
+                self._compute_left(flight)
+            else:
+                # Its backward has left nothing.
+                todo.popleft()
+
+    def _compute_left(self, flight: Flight) -> bool:
+        """Computes the gradients of weights that the oldest backward has left for later. Returns
+        whether there were any.
+        """
+        later = self._later
+        first = None if later is None else later.first
+        if later is None or first is None:
+            return False
+        action, self._core.computes = Action(Kind.WEIGHTS, first.order), True
+        flight.todo.remove(action)
+        with self._around(action), run_by(first):
+            run_part(first, partial(later.compute, first))
         return True
 
     def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:

@@ -36,7 +36,12 @@ _COLOURS: Final = {
     What.SUMS: "terrible",
     What.MOVES: "terrible",
 }
-_WORDS: Final = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.RECOMPUTE: "recompute"}
+_WORDS: Final = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.WEIGHTS: "weights",
+}
 _ASIDE: Final = {
     What.BLOCK: "lane",
     What.RING: "ring",

@@ -87,7 +87,8 @@ def _of_rank(record: RankRecord, recording: Recording, sent: Sends) -> Shares:
     inside = record.inner_seconds
     forward = by_kind[Kind.FORWARD] - inside
     total = recording.seconds or 1.0
-    backward, again = by_kind[Kind.BACKWARD], by_kind[Kind.RECOMPUTE]
+    backward = by_kind[Kind.BACKWARD] + by_kind[Kind.WEIGHTS]
+    again = by_kind[Kind.RECOMPUTE]
     known = forward + backward + again + bubble + exposed
     parts = (forward, backward, again, bubble, exposed, max(0.0, recording.seconds - known))
     return Shares(*(part / total for part in parts))

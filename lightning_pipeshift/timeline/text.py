@@ -33,8 +33,7 @@ def draw(measured: Recording) -> str:
         if each is not None:
             lines += ["", *_drawn(each, title, scale)]
     plan = Plan.from_json(measured.plan) if measured.plan else None
-    recomputes = any(span.action.kind.value == "R" for row in spans for span in row)
-    lines += ["", *legend(plan is not None and plan.is_asynchronous, recomputes)]
+    lines += ["", *legend(plan is not None and plan.is_asynchronous, spans)]
     return explained("\n".join(line.rstrip() for line in lines))
 
 

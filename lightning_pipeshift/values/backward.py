@@ -40,6 +40,9 @@ def run_backward(
         only = [here for x in several if (here := _here(program, x)) is not None]
 
     def run(roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+        if program.put_off is not None and inputs is None:
+            program.put_off(roots, gradients)
+            return
         asked = program.graphs.with_token(only)
         torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=asked)
 
@@ -141,12 +144,21 @@ def _go_back(
         roots += graph.tokens
         of_roots += map(torch.zeros_like, graph.tokens)
     if roots:
-        _run(program, partial(run, roots, of_roots))
+        run_part(program, partial(run, roots, of_roots))
     if not program.is_alone:
         program.end_graphs(graphs, is_kept)
 
 
-def _run(program: Microbatch, run: Callable[[], None]) -> None:
+def run_part(program: Microbatch, run: Callable[[], None]) -> None:
+    """Runs a part of a backward on this stage.
+
+    Args:
+        program: whose.
+        run: calls torch.
+
+    Raises:
+        LayerError: what the backward needs has been written to.
+    """
     program.is_in_backward = True
     begin = None if program.timer is None else program.timer.now()
     try:

@@ -118,6 +118,8 @@ class Graphs:
     def __init__(self, step: tuple[int, int], device: torch.device) -> None:
         self._step, self._device = step, device
         self._graphs: list[weakref.ref[Graph]] = []
+        self.sends = False
+        """Whether any gradient leaves this stage."""
         self._token: Tensor | None = None
         """The leaf tensor at the beginning of each chain of links."""
         self.entered: Graph | None = None
@@ -206,6 +208,11 @@ class Graphs:
         # Only then: to find the user's line takes time.
         if source < last and (known is None or source < known[0] or last > known[1]):
             graph.to_later = _both((source, last, f"`{label}` ({user_line()})"), known)
+
+    @property
+    def token(self) -> Tensor | None:
+        """The leaf that all of this stage's links lead to; ``None`` if it sends no gradients."""
+        return self._token if self.sends else None
 
     def token_of(self, graph: Graph) -> Tensor:
         """Returns the token that the graph's next link takes as its input."""

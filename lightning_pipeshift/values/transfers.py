@@ -255,6 +255,7 @@ class Transfers(NotedProgram):
                 token = gradient_from_later(token, account.link, way)
             else:
                 assert account.tensor is not None
+                self.graphs.sends = True
                 token, account.link = gradient_to_earlier(token, account.tensor, way)
         graph.add(token, way, is_received=self.stage == last)
 
@@ -277,6 +278,7 @@ class Transfers(NotedProgram):
         with without_torch_function_of_subclasses():
             if self.stage == stage:
                 ways = [Way(self, stage, key.serial, place, to) for to in others]
+                self.graphs.sends = True
                 token, link = gradient_to_all(token, tensor, ways)
                 graph.add(token, ways[0], is_received=False)
             else:

@@ -47,6 +47,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "microbatches": 4},
     "gpipe": {"schedule": "gpipe", "microbatches": 4, "recompute": "full"},
     "eager_1f1b": {"schedule": "eager_1f1b", "microbatches": 4},
+    "zb-h1": {"schedule": "zb-h1", "microbatches": 4},
     "async": {"schedule": "async"},
     "async-2bw": {"schedule": "async-2bw"},
 }
@@ -212,6 +213,10 @@ def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> N
             assert sorted(found) == [4, 6, 8]
             before, after = (Plan.from_json(found[n].plan).placement.counts for n in (4, 6))
             assert (before, after) == (((4, 4),), ((5, 3),))
+    for recording in recordings(tmp_path / "zb-h1").values():
+        later = [[a for a in row if a[0] == "W"] for row in actions(recording)]
+        # Nobody waits for the first stage's backwards: they are whole.
+        assert later == [[], ["W0", "W1", "W2", "W3"]]
     # Only while a stage waits for gradients, and so perhaps never; else in the backward.
     again = actions(recordings(tmp_path / "gpipe")[4])
     assert sum(action[0] == "R" for row in again for action in row) <= 8

@@ -521,24 +521,32 @@ def run_case(case: Case, strategy: dict[str, Any] | None) -> Found:
     )
 
 
-NAMES = {0: list(CASES), 1: some(CASES, 10), 2: some(list(CASES)[1:], 14), 3: list(CASES)}
-"""The cases that run on a number of stages; with 0 stages, in plain Lightning."""
+NAMES: dict[tuple[int, str], list[str]] = {
+    (0, "1f1b"): list(CASES),
+    (1, "1f1b"): some(CASES, 10),
+    (2, "1f1b"): some(list(CASES)[1:], 14),
+    (3, "1f1b"): list(CASES),
+    (3, "zb-h1"): some(list(CASES)[2:], 14),
+}
+"""The cases that run on a number of stages by a schedule; with 0 stages, in plain Lightning."""
 
 
 @lru_cache
-def found_on(stages: int) -> list[dict[str, Found]]:
+def found_on(stages: int, schedule: str) -> list[dict[str, Found]]:
     """By rank, the cases in one job."""
-    strategy, names = {"partition": "uniform"} if stages else None, NAMES[stages]
+    strategy = {"partition": "uniform", "schedule": schedule} if stages else None
+    names = NAMES[stages, schedule]
     ranks = run_ranks(run_cases, max(stages, 1), strategy, names)
     return [dict(zip(names, each, strict=True)) for each in ranks]
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [(name, stages) for stages in (1, 2, 3) for name in NAMES[stages]]
+    ("name", "stages", "schedule"),
+    [(name, *where) for where, names in NAMES.items() for name in names if where[0]],
 )
-def test_the_bits_of_plain_lightning(name: str, stages: int) -> None:
-    (expected,) = [each[name] for each in found_on(0)]
-    for each in found_on(stages):
+def test_the_bits_of_plain_lightning(name: str, stages: int, schedule: str) -> None:
+    (expected,) = [each[name] for each in found_on(0, "1f1b")]
+    for each in found_on(stages, schedule):
         found, others = each[name], expected.parameters
         assert found.parameters.keys() == others.keys()
         assert [n for n, x in found.parameters.items() if not torch.equal(x, others[n])] == []
@@ -553,6 +561,19 @@ def test_the_first_rank_of_each_virtual_machine_logs() -> None:
     assert found[0]["rank"] == 1.0
     assert found[0].keys() == {"norm", "loss", "all", "rank"}
     assert all(each == found[0] for each in found)
+
+
+def test_weights_gradients_that_come_later_have_the_same_sums_over_virtual_machines() -> None:
+    options = {"partition": "uniform", "virtual_machines": 2}
+    whole, later = (
+        run_ranks(run_case, 4, Case(Base, 2), {**options, "schedule": schedule})
+        for schedule in ("1f1b", "zb-h1")
+    )
+    for one, other in zip(whole, later, strict=True):
+        held = {name: x for name, x in one.parameters.items() if not x.is_meta}
+        assert held
+        assert all(torch.equal(x, other.parameters[name]) for name, x in held.items())
+        assert one.metrics == other.metrics
 
 
 @pytest.mark.parametrize(

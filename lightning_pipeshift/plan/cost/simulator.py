@@ -91,12 +91,13 @@ class Actions(tuple[Action, ...]):
     @cached_property
     def held(self) -> NDArray[np.intp]:
         """(4, N): of each microbatch that has a backward, in the order of the forwards, the places
-        of its forward, its backward and its recomputation (-1 if there is none), and its number.
+        of its forward, of what frees its tensors (its backward, or the gradients of weights that
+        this has left), and of its recomputation (-1 if there is none), and its number.
         """
         of: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
         for place, action in enumerate(self):
             of[action.kind][action.microbatch] = place
-        backwards, again = of[Kind.BACKWARD], of[Kind.RECOMPUTE]
+        backwards, again = of[Kind.WEIGHTS] or of[Kind.BACKWARD], of[Kind.RECOMPUTE]
         places = [
             (place, backwards[number], again.get(number, -1), number)
             for number, place in of[Kind.FORWARD].items()
@@ -211,6 +212,7 @@ class Clock:
         self.num_larger = num_larger
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
+        self._puts_off = any(action.kind is Kind.WEIGHTS for row in schedule for action in row)
         self._order = order
 
     @cached_property
@@ -221,7 +223,7 @@ class Clock:
         # The first row of each kind, with the fields of Costs concatenated.
         sizes = 1 if self.num_larger is None else 2
         by_stage, by_boundary = sizes * self.num_stages, sizes * (self.num_stages - 1)
-        first_row = np.cumsum([0, by_stage, by_stage, by_boundary, by_boundary]).tolist()
+        first_row = np.cumsum([0, by_stage, by_stage, by_boundary, by_boundary, by_stage]).tolist()
         needs, waves, rows = [(0, 0)], [0], [0]
         members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
         actions: list[list[list[Action]]] = [[[] for _ in self.schedule] for _ in range(2)]
@@ -267,6 +269,19 @@ class Clock:
             ],
         )
 
+    def _divided(self, costs: Costing) -> Costing:
+        """The costs with those of the gradients of weights, where backwards leave them for later.
+        The first stage's do not: nobody waits for its backward.
+        """
+        if not self._puts_off:
+            return costs
+        forward, backward, *others = (np.asarray(field, np.float64) for field in costs)
+        part = np.full(self.num_stages, _PART_OF_WEIGHTS)
+        part[0] = 0.0
+        part = np.tile(part, len(backward) // self.num_stages)
+        weights = backward * part.reshape(-1, *[1] * (backward.ndim - 1))
+        return [forward, backward - weights, *others, weights]
+
     def rows_of(
         self,
         costs: Costing,
@@ -281,7 +296,7 @@ class Clock:
             first_action: the end of a stage's first action, given the stage and the start;
                 ``None`` if it takes as long as the others of its kind.
         """
-        waves = self._waves
+        waves, costs = self._waves, self._divided(costs)
         seconds = np.zeros(len(waves.rows) + 1)
         seconds[1:] = np.concatenate([np.asarray(field, np.float64) for field in costs])[waves.rows]
         ends, starts = seconds.copy(), np.zeros_like(seconds)
@@ -312,7 +327,7 @@ class Clock:
         """
         if self.is_endless:
             return steady_pace(costs)
-        waves = self._waves
+        waves, costs = self._waves, self._divided(costs)
         table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
         # Each step's row holds its cost until its wave is computed, and then its end. (``take``
         # without buffers of its own, and without checks of the indices: it takes most of the time.)
@@ -326,12 +341,15 @@ class Clock:
         return ends[waves.ends].max(axis=0)
 
 
-# The place of each kind's costs in the result of `columns`.
+# The place of each kind's costs in the result of `columns`, and behind them.
 _COLUMN: Final = {
     kind: [field.name for field in fields(Costs)].index(kind.properties.cost)
     for kind in Kind
     if kind.properties.cost
-}
+} | {Kind.WEIGHTS: len(fields(Costs))}
+
+_PART_OF_WEIGHTS: Final = 0.5
+"""Of a backward: a product has two factors, and their gradients are products of the same size."""
 
 
 @lru_cache(maxsize=256)
@@ -401,7 +419,12 @@ def _peak_in_flight(row: Row) -> int:
     if not any(action.kind is Kind.BACKWARD for action in row):
         return 0
     in_flight = peak = 0
+    puts_off = any(action.kind is Kind.WEIGHTS for action in row)
     for action in row:
+        if puts_off and action.kind in (Kind.BACKWARD, Kind.WEIGHTS):
+            # What the gradients of weights need is held until they are computed.
+            in_flight -= action.kind is Kind.WEIGHTS
+            continue
         in_flight += action.kind.properties.in_flight
         peak = max(peak, in_flight)
     return peak

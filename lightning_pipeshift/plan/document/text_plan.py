@@ -37,8 +37,9 @@ def draw(plan: Plan) -> str:
         plan = replace(plan, layers=layers, prediction=None)
     timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
     step_seconds = max(timeline.step_seconds for timeline in timelines.values())
+    rows = [row for timeline in timelines.values() for row in timeline.rows]
     scale = Scale.fitting(
-        [row for timeline in timelines.values() for row in timeline.rows],
+        rows,
         max(timeline.end_seconds for timeline in timelines.values()),
         _GRID_WIDTH,
     )
@@ -60,7 +61,7 @@ def draw(plan: Plan) -> str:
             lines.append(line_of(stage, drawing, f"{1 - busy_seconds / step_seconds:4.0%} idle"))
         lines += _swaps(plan, vms[0])
     lines += _lanes(plan)
-    lines += ["", *legend(plan.is_asynchronous, any(plan.recompute))]
+    lines += ["", *legend(plan.is_asynchronous, rows)]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -22,6 +22,7 @@ _MOST_COLUMNS: Final = 6
 """For a forward: longer ones would only widen the drawing."""
 
 _RECOMPUTED: Final = "       2~~  forward of {} 2 run again, for what its backward needs"
+_WEIGHTS: Final = "       2══  gradients of weights that the backward of {} 2 has left for later"
 _LEGEND: Final = "       2──  forward of {} 2    2━━  its backward    ···  idle    time runs right"
 
 
@@ -83,7 +84,16 @@ def line_of(stage: int, drawing: str, remark: str) -> str:
     return f"{stage:>5} │{drawing}│ {remark}"
 
 
-def legend(is_asynchronous: bool, recomputes: bool) -> list[str]:
-    """The lines that explain a drawing."""
+def legend(is_asynchronous: bool, rows: Iterable[Iterable[Span]]) -> list[str]:
+    """The lines that explain a drawing.
+
+    Args:
+        is_asynchronous: whether the pipeline is.
+        rows: what is drawn.
+    """
     unit = "minibatch" if is_asynchronous else "microbatch"
-    return [_LEGEND.format(unit), *([_RECOMPUTED.format(unit)] if recomputes else [])]
+    kinds = {span.action.kind for row in rows for span in row}
+    lines = [_LEGEND]
+    lines += [_RECOMPUTED] if Kind.RECOMPUTE in kinds else []
+    lines += [_WEIGHTS] if Kind.WEIGHTS in kinds else []
+    return [line.format(unit) for line in lines]

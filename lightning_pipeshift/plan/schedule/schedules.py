@@ -4,7 +4,8 @@ A schedule is a pure function of the numbers of stages and of microbatches. It h
 only: the sends and receives follow from them (``communication``), and the times from the costs
 (``simulator``).
 
-In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
+In every schedule a stage runs its backwards, and what they have left for later, in ASCENDING
+microbatch order. Gradients accumulate in
 the order of the backwards, and float addition is not associative: one order everywhere is what
 makes the schedules bitwise equal to each other, and to one device that runs the microbatches one
 after another.
@@ -76,6 +77,32 @@ def eager_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Sc
     The price is memory: stage s has up to ``2 (num_stages - s) - 1`` microbatches in flight.
     """
     return _in_turn(num_stages, num_microbatches, lambda stages_left: 2 * stages_left - 1)
+
+
+def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B whose backwards leave the gradients of the weights for later, when a stage would wait.
+
+    Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2.1, ZB-H1.
+
+    ::
+
+        stage 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1   F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2   F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    Stage s leaves those of s microbatches: with its forwards in flight, it holds tensors of as many
+    microbatches as stage 0. A stage that would wait computes them earlier.
+    """
+    rows = []
+    for stage, row in enumerate(one_forward_one_backward(num_stages, num_microbatches)):
+        new: list[Action] = []
+        for action in row:
+            new.append(action)
+            if action.kind is Kind.BACKWARD and action.microbatch >= stage:
+                new.append(Action(Kind.WEIGHTS, action.microbatch - stage))
+        left = range(max(0, num_microbatches - stage), num_microbatches)
+        rows.append((*new, *(Action(Kind.WEIGHTS, microbatch) for microbatch in left)))
+    return tuple(rows)
 
 
 def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], int]) -> Schedule:
@@ -158,6 +185,7 @@ SYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "eager_1f1b": eager_one_forward_one_backward,
+    "zb-h1": zero_bubble_h1,
 }
 """The schedules of one step, which ends with the optimizer's. All have the same result."""
 

@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     recomputing_stages,
     schedule_named,
     with_recomputation,
+    zero_bubble_h1,
 )
 
 
@@ -46,6 +47,29 @@ def test_1f1b_with_fewer_microbatches_than_stages():
 
 def test_1f1b_on_one_stage():
     assert table(one_forward_one_backward(1, 2)) == ["F0 B0 F1 B1"]
+
+
+def test_zero_bubble_h1():
+    assert table(zero_bubble_h1(3, 4)) == [
+        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ]
+
+
+def test_zero_bubble_h1_with_few_microbatches():
+    assert table(zero_bubble_h1(3, 1)) == ["F0 B0 W0", "F0 B0 W0", "F0 B0 W0"]
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_zero_bubble_h1_waits_for_a_third_of_the_time(num_stages):
+    """Stages of 1 s for each of the three parts: Qi et al., ICLR 2024, table 1."""
+    num_microbatches = 2 * num_stages
+    free = (0.0,) * (num_stages - 1)
+    costs = Costs((1.0,) * num_stages, (2.0,) * num_stages, free, free)
+    timeline = simulate(zero_bubble_h1(num_stages, num_microbatches), costs)
+    assert timeline.step_seconds == 3.0 * num_microbatches + num_stages - 1
+    assert max(timeline.peak_in_flight) == num_stages
 
 
 def test_eager_1f1b():

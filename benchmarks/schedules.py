@@ -1,0 +1,137 @@
+"""How long a step takes by each schedule, beside 1F1B and beside torch's own.
+
+    python -m benchmarks.schedules
+
+Layers that sleep let two cores carry four stages: one layer on each stage sleeps 20 ms in its
+forward, 20 ms for the gradient of its input and 20 ms for that of its weight. With n stages and k
+microbatches a 1F1B step then takes (k + n - 1) x 60 ms. With ``zb-h1`` the last stages compute the
+gradients of weights where they would wait: (k + (n - 1) / 3) x 60 ms (Qi et al., ICLR 2024, table
+1). torch's pipeline runs 1F1B in the same processes, in turn with each schedule: it has no ZB-H1.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from benchmarks.measuring import arguments, interval, print_table, save, shown
+from benchmarks.side_by_side import (
+    PIPESHIFT,
+    TORCH,
+    Alternation,
+    Contender,
+    Round,
+    TorchPipeline,
+    fit_beside,
+    series,
+)
+from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.testing.sleeping import Sleeper, SleepingLayer, plain_sgd
+
+WIDTH = 64
+NUM_STEPS = 2
+PART_SECONDS = 0.020
+"""Of a forward, of the gradient of an input, and of that of a weight."""
+
+SCHEDULES = ("1f1b", "eager_1f1b", "zb-h1")
+
+
+def pause(_: Tensor) -> None:
+    """A hook on a weight: its gradient takes time."""
+    time.sleep(PART_SECONDS)
+
+
+def with_pause(layer: Any) -> Any:
+    """A sleeping layer whose weight's gradient takes time, too."""
+    layer.linear.weight.register_hook(pause)
+    return layer
+
+
+class Halves(Sleeper):
+    """Sleeping layers whose backward has two halves."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers, WIDTH, PART_SECONDS, PART_SECONDS)
+        for layer in self.layers:
+            with_pause(layer)
+
+
+def measure(num_stages: int, num_microbatches: int, schedule: str, num_rounds: int) -> list[Round]:
+    """Runs on every rank."""
+    L.seed_everything(0, verbose=False)
+    shape = (num_microbatches * NUM_STEPS * (num_rounds + 2), WIDTH)
+    data = torch.randn(shape), torch.randn(shape)
+
+    def make_contenders() -> Mapping[str, Contender]:
+        batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
+        layer = with_pause(SleepingLayer(WIDTH, PART_SECONDS, PART_SECONDS))
+        return {TORCH: TorchPipeline(layer, num_microbatches, F.mse_loss, plain_sgd, batches)}
+
+    return fit_beside(
+        Halves(num_stages),
+        TensorDataset(*data),
+        num_microbatches,
+        PipeShiftStrategy(
+            microbatches=num_microbatches, schedule=schedule, partition=[1] * num_stages
+        ),
+        Alternation(make_contenders, {PIPESHIFT: NUM_STEPS, TORCH: NUM_STEPS}, num_rounds),
+        num_stages,
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[4])
+    parser.add_argument("--microbatches", type=int, help="by default twice the stages")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--num-rounds", type=int, default=6)
+    options = parser.parse_args()
+
+    rows, figures = [], {}
+    for num_stages in options.stages:
+        num_microbatches = options.microbatches or 2 * num_stages
+        ideal = (num_microbatches + num_stages - 1) * 3 * PART_SECONDS
+        for schedule in options.schedules:
+            ranks = run_ranks(
+                measure,
+                num_stages,
+                num_stages,
+                num_microbatches,
+                schedule,
+                options.num_rounds,
+                timeout=900,
+            )
+            results = series(ranks, num_cores=len(os.sched_getaffinity(0)))
+            ours, theirs = results[PIPESHIFT], results[TORCH]
+            faster = interval(ours.times_as_fast(theirs))
+            of_ideal = interval([ideal / seconds for seconds in ours.step_seconds])
+            shape = [num_stages, num_microbatches, schedule]
+            rows.append([*shape, ours.median, theirs.median, shown(faster), shown(of_ideal)])
+            figures[f"{num_stages} stages, {num_microbatches} microbatches, {schedule}"] = {
+                "ideal_seconds_of_1f1b": ideal,
+                "pipeshift_over_torch": faster,
+                "pipeshift_over_ideal_1f1b": of_ideal,
+                "contenders": {name: asdict(result) for name, result in results.items()},
+            }
+    header = ["stages", "microbatches", "schedule", "s a step", "torch 1F1B", "times as fast"]
+    print_table(
+        f"Layers that sleep {PART_SECONDS * 1000:.0f} ms in each of three parts:"
+        f" {options.num_rounds} rounds of {NUM_STEPS} steps",
+        [*header, "of 1F1B's ideal"],
+        rows,
+    )
+    save(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()
