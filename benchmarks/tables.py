@@ -95,7 +95,7 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "by a computation of 0.3 to 3 s that takes 5 % of the time at most": _SETTING,
         "10 GB/s and 10 us between devices of one host": _SETTING,
         "1 Gbit/s and 100 us between hosts": _SETTING,
-        "promises 5 % or more the layers": _LIMIT,
+        "promises 5 % or more, layers": _LIMIT,
         "differ by more than 20 %": _LIMIT,
         "a better plan promises 5 % for the rest": _LIMIT,
     },
