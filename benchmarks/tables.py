@@ -85,7 +85,7 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
     },
     "docs/memory.md": {
         "3.9 times as long with a budget of 0.6 of its peak": "a run on a GPU before the change",
-        "moves 1 GB a step or less": "the planner's, for sizes and times that were put in by hand",
+        "more than 5 % longer than expected": _LIMIT,
     },
     "README.md": {
         "Python 3.11 or newer": "a requirement",
