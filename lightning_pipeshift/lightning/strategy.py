@@ -48,8 +48,9 @@ class PipeShiftStrategy(StrategyHooks):
             hooks ``setup`` and ``configure_model`` run before it.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
             compute and holds up to twice the activations; ``"zb-h1"``, which computes the gradients
-            of weights where stages would be idle (Qi et al., ICLR 2024), with the same bits; or ``"async"`` or ``"async-2bw"``, which
-            do not drain between batches, and use older weights (``docs/asynchronous.md``).
+            of weights where stages would be idle (Qi et al., ICLR 2024), with the same bits; or
+            ``"async"`` or ``"async-2bw"``, which do not drain between batches, and use older
+            weights (``docs/asynchronous.md``).
         partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
             a list of lists does so for each virtual machine.

@@ -849,7 +849,8 @@ def _region(make: _Maker) -> Iterator[Any]:
     head = make.pick(
         "with torch.no_grad():",
         "with torch.no_grad():",
-        'with torch.autocast("cpu", torch.bfloat16):',
+        # Autocast's cache is the process's: another stage's thread would clear it in the middle.
+        'with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):',
     )
     yield make.inside(head, make.pick(1, 2), new)
     yield f"{new} = {new}.float()"
