@@ -84,7 +84,7 @@ RUNS = (
     Run("asynchronous", "asynchronous --num-rounds 3", STEP),
     Run("asynchronous_moves", "asynchronous --moves --num-moves 4", STEP),
     Run("sleeping_stages_eager", "sleeping_stages --schedule eager_1f1b --num-rounds 8", STEP),
-    Run("schedules", "schedules --num-rounds 8", STEP),
+    Run("schedules", "schedules --num-rounds 6", STEP),
     Run("throughput", "throughput --num-rounds 12 --num-steps 2", STEP),
     Run(
         "throughput_eager",
