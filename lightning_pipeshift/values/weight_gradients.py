@@ -47,11 +47,17 @@ def divided(roots: Sequence[Tensor], token: Tensor) -> Division:
     Args:
         roots: where the backward begins.
         token: the leaf that all leads to whose gradient other stages get.
+
+    Returns:
+        without weights: the backward has to stay whole.
     """
     following: dict[Node, list[Node]] = {}
     before: dict[Node, list[Node]] = {}
     uses = Counter[Node]()
-    todo: list[Node] = [x.grad_fn for x in roots if x.grad_fn is not None]
+    todo: list[Node] = [x.grad_fn for x in roots]
+    if None in todo:
+        # A root that is a leaf is none of those that are found.
+        return Division([], [])
     while todo:
         node = todo.pop()
         if node in following:
@@ -62,6 +68,9 @@ def divided(roots: Sequence[Tensor], token: Tensor) -> Division:
             before.setdefault(each, []).append(node)
         todo += found
     leaves = {node: node.variable for node in following if type(node).__name__ == LEAF}
+    if not all(leaf.requires_grad for leaf in leaves.values()):
+        # Torch does not compute the gradients of some that have been frozen since.
+        return Division([], [])
     todo = [node for node, leaf in leaves.items() if leaf is token]
     sent = set(todo)
     while todo:

@@ -154,6 +154,16 @@ def test_other_weights_are_not_left_for_later(run: Callable[[nn.Linear, Tensor],
     assert layer.weight.grad is not None
 
 
+def test_a_backward_with_a_frozen_leaf_or_from_a_leaf_stays_whole() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    loss = layer(x).sum()
+    layer.bias.requires_grad_(False)
+    assert divided([loss], x).weights == []
+    layer.bias.requires_grad_(True)
+    assert divided([loss, torch.ones((), requires_grad=True)], x).weights == []
+    assert len(divided([loss], x).weights) == 1
+
+
 def test_hooks_run_once() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     seen = []
