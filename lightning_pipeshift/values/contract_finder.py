@@ -105,8 +105,13 @@ class ContractFinder:
         self.num_runs += 1
         if is_torchs is None:
             is_torchs = _is_torchs(function)
-        if any(map(callable, pytree.tree_leaves((args, kwargs)))):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(map(callable, leaves)):
             is_torchs = False
+        with without_torch_function_of_subclasses():
+            if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):
+                # Results on fake sparse tensors have other strides.
+                return None
         found = self._run(function, args, kwargs, None, is_torchs)
         if found is not None:
             return None if not is_layer and _gives_numbers(found) else found

@@ -156,6 +156,25 @@ def enlarged(_: Any, of: Any) -> Any:
     return (of[0] * 1.5,)
 
 
+class MultipliesSparse(Base):
+    """Multiplies by a sparse buffer between layers, as convolutions on graphs do."""
+
+    links: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        ring = torch.eye(WIDTH) + torch.eye(WIDTH).roll(1, 0)
+        self.register_buffer("links", ring.to_sparse())
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+            x = torch.sparse.mm(self.links, x.reshape(-1, WIDTH).t()).t().reshape(x.shape)
+        return self.loss(self.head(x), targets)
+
+
 class HooksInside(Base):
     """Hooks on the backward of modules inside of layers."""
 
@@ -451,6 +470,7 @@ CASES = {
             ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
         ],
     ),
+    "multiplies by a sparse buffer": Case(MultipliesSparse),
     "sparse, by hand": Case(SparseByHand, split=False),
     "EMA": Case(Tied, 2, {}, lambda _: [EMAWeightAveraging(decay=0.8)]),
     "averages": Case(Tied, 1, {}, lambda _: [WeightAveraging()]),
@@ -515,7 +535,8 @@ def run_case(case: Case, strategy: dict[str, Any] | None) -> Found:
     trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(whole, batch_size=None))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return Found(
-        {name: x.detach().clone() for name, x in tensors.items()},
+        # `torch.equal` takes no sparse ones.
+        {name: x.detach().to_dense().clone() for name, x in tensors.items()},
         {name: float(x) for name, x in trainer.callback_metrics.items()},
         [*module.noted, trainer.optimizers[0].param_groups[0]["lr"]],
     )
