@@ -32,6 +32,18 @@ PASSES_ON: Final = frozenset({"TBackward0", "ToCopyBackward0"})
 """Nodes between a weight and its product: a transposition, and the copy in autocast's type."""
 
 
+class Computing(NamedTuple):
+    """What computes the gradients of a product's weights.
+
+    Args:
+        gradients: computes them, given that of the product.
+        uses: the tensors that it needs.
+    """
+
+    gradients: Callable[[Tensor], Sequence[Tensor]]
+    uses: tuple[Tensor, ...]
+
+
 class Weights(NamedTuple):
     """The weights of one product.
 
@@ -39,18 +51,20 @@ class Weights(NamedTuple):
         node: the product's.
         edges: where their gradients go to.
         leaves: the weights.
-        gradients: computes their gradients, given that of the product.
+        computing: computes their gradients.
+        versions: of the tensors that it uses: how often they had been written to.
     """
 
     node: Node
     edges: tuple[torch.autograd.graph.GradientEdge, ...]
     leaves: tuple[Tensor, ...]
-    gradients: Callable[[Tensor], Sequence[Tensor]]
+    computing: Computing
+    versions: tuple[int, ...]
 
 
-def computing(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
-    """What computes the gradients of a product's weights, given that of the product; it holds the
-    other factor. ``None`` for a product of a kind that is not here.
+def computing(node: Node) -> Computing | None:
+    """What computes the gradients of a product's weights; ``None`` for a product of a kind that is
+    not here.
 
     Args:
         node: of a class in :data:`WEIGHTS_AT`.
@@ -60,7 +74,7 @@ def computing(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
     return _of_matrices(node)
 
 
-def _of_matrices(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
+def _of_matrices(node: Node) -> Computing | None:
     is_sum = type(node).__name__ == "AddmmBackward0"
     name = "mat1" if is_sum else "self"
     if _has_hooks(node, name):
@@ -76,16 +90,17 @@ def _of_matrices(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
     def gradients(of: Tensor) -> Sequence[Tensor]:
         return (of.t().mm(factor).t() if by_columns else factor.t().mm(of),)
 
-    return gradients
+    return Computing(gradients, (factor,))
 
 
-def _of_convolution(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
+def _of_convolution(node: Node) -> Computing | None:
     if _has_hooks(node, "input") or _has_hooks(node, "weight"):
         return None
     image, weight = node._saved_input, node._saved_weight
     if image.layout is not torch.strided or image.is_complex():
         return None
     bias_sizes = node._saved_bias_sym_sizes_opt
+    wanted = (False, *(place is not None for place, _ in node.next_functions[1:]))
     how = (
         node._saved_stride,
         node._saved_padding,
@@ -96,11 +111,11 @@ def _of_convolution(node: Node) -> Callable[[Tensor], Sequence[Tensor]] | None:
     )
 
     def gradients(of: Tensor) -> Sequence[Tensor]:
-        wanted = (False, True, bias_sizes is not None)
         found = torch.ops.aten.convolution_backward(of, image, weight, bias_sizes, *how, wanted)
-        return [each for each in found[1:] if each is not None]
+        # Some kernels compute more than what is wanted.
+        return [each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted]
 
-    return gradients
+    return Computing(gradients, (image, weight))
 
 
 def _has_hooks(node: Node, name: str) -> bool:

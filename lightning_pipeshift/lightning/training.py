@@ -163,11 +163,11 @@ class TrainingSteps:
             return
         if pipeline.is_automatic and pipeline.settings.num_microbatches(stages_per_vm) > 1:
             rank_zero_warn(
-                f"PipeShift: the DataLoader makes batches of {expected} samples, and the first"
-                f" tensor of this batch has {size} in its first dimension, along which the batch is"
-                " cut into microbatches. If they are no samples (each sample is an entry of a list,"
-                " for example), training goes wrong: let `collate_fn` stack the samples, or set"
-                " `microbatches=1`."
+                f"PipeShift: the DataLoader makes batches of {expected} samples, and this batch is"
+                f" cut into microbatches as one of {size}: that is the first dimension of its"
+                " first tensor. If the model takes that dimension as the samples, all is well. If"
+                " not (the batch is a list with one tensor for each sample, for example), let"
+                " `collate_fn` stack the samples, or set `microbatches=1`."
             )
 
     def _by_hand(self, given: TrainingBatch) -> Any:

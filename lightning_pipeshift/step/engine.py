@@ -95,6 +95,8 @@ class Engine:
         flight = Flight(row)
         puts_off = any(action.kind is Kind.WEIGHTS for action in flight.todo)
         self._later = LaterGradients() if puts_off else None
+        if self._later is not None:
+            flight.finish_gradients = self._later.compute_all
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)
         everything: list[SuspendableMicrobatch] = []
 

@@ -10,9 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.compat.weight_products import Weights
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.step.suspendable import SuspendableMicrobatch
 from lightning_pipeshift.values.weight_gradients import divided
+
+Given = tuple[Tensor, int]
+"""The gradient of a product, and how often it had been written to."""
 
 
 class LaterGradients:
@@ -21,7 +26,7 @@ class LaterGradients:
     """
 
     def __init__(self) -> None:
-        self._left: dict[SuspendableMicrobatch, list[tuple[Weights, list[Tensor]]]] = {}
+        self._left: dict[SuspendableMicrobatch, list[tuple[Weights, list[Given]]]] = {}
 
     @property
     def first(self) -> SuspendableMicrobatch | None:
@@ -50,7 +55,7 @@ class LaterGradients:
         if not weights:
             torch.autograd.backward(roots, gradients)
             return
-        noted: list[tuple[Weights, list[Tensor]]] = [(each, []) for each in weights]
+        noted: list[tuple[Weights, list[Given]]] = [(each, []) for each in weights]
         self._left[microbatch] = noted
         handles = [each.node.register_prehook(partial(_note, given)) for each, given in noted]
         try:
@@ -61,15 +66,21 @@ class LaterGradients:
 
     def compute(self, microbatch: SuspendableMicrobatch) -> None:
         """Computes what a microbatch has left; nothing if it has left nothing."""
-        left = self._left.pop(microbatch, [])
-        with microbatch.core.trained_as(microbatch.flags):
-            for weights, given in left:
+        left = self._left.pop(microbatch, [])[::-1]
+        device = microbatch.core.device_kind
+        # A backward that runs in the middle of a step may be inside of autocast.
+        with microbatch.core.trained_as(microbatch.flags), torch.autocast(device, enabled=False):
+            while left:
+                # So that each factor is freed at once.
+                weights, given = left.pop()
                 # There is none if no gradient has come to the product.
-                for of in given:
+                for of, version in given:
+                    now = map(version_of, (*weights.computing.uses, of))
+                    if tuple(now) != (*weights.versions, version):
+                        raise _written_to(microbatch)
                     with torch.no_grad():
-                        gradients = weights.gradients(of)
+                        gradients = weights.computing.gradients(of)
                     torch.autograd.backward(weights.edges, gradients)
-                given.clear()
 
     def compute_all(self) -> None:
         """Computes what all have left."""
@@ -77,8 +88,17 @@ class LaterGradients:
             self.compute(microbatch)
 
 
-def _note(given: list[Tensor], of: Sequence[Tensor | None]) -> None:
-    given += [x for x in of if x is not None]
+def _note(given: list[Given], of: Sequence[Tensor | None]) -> None:
+    given += [(x, version_of(x)) for x in of if x is not None]
+
+
+def _written_to(microbatch: SuspendableMicrobatch) -> LayerError:
+    return LayerError(
+        f"The gradient of a weight of microbatch {microbatch.turn} was left for later, and a tensor"
+        " that it is computed from has been written to in place since: by a layer that keeps a"
+        " buffer for its input, for example. Use an operation that returns a new tensor"
+        " (`x = x * 2` in place of `x.mul_(2)`), or use schedule='1f1b'."
+    )
 
 
 def _may_divide(microbatch: SuspendableMicrobatch) -> bool:

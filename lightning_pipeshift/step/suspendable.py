@@ -183,6 +183,11 @@ class SuspendableMicrobatch(Microbatch):
             self._suspend(None)
             self._waits_for_backwards = False
 
+    def finish_gradients(self) -> None:
+        """See :class:`Microbatch`. The schedule's own backwards look after that themselves."""
+        if self.put_off is None:
+            self._flight.finish_gradients()
+
     def followers(self) -> Iterable[SuspendableMicrobatch]:
         """The later microbatches' steps that have begun."""
         return (one for at, one in self._flight.live.items() if at > self.order)
@@ -229,6 +234,8 @@ class Flight:
 
     def __init__(self, row: Iterable[Action] = (), is_asynchronous: bool = False) -> None:
         self.is_asynchronous = is_asynchronous
+        self.finish_gradients: Callable[[], None] = lambda: None
+        """Computes the gradients that backwards have left for later."""
         self.todo = deque(row)
         self.live: dict[int, SuspendableMicrobatch] = {}
         """Those whose step is suspended."""

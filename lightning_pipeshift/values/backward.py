@@ -140,6 +140,7 @@ def _go_back(
         of_roots.append(program.plain(gradient))
     if any(graph.has_links for graph in graphs):
         program.begins_backward()
+    program.finish_gradients()
     for graph in graphs:
         roots += graph.tokens
         of_roots += map(torch.zeros_like, graph.tokens)

@@ -236,6 +236,9 @@ class Microbatch(Calls):
     def begins_backward(self) -> None:
         """Called before a backward over several stages."""
 
+    def finish_gradients(self) -> None:
+        """Called before a backward: what earlier ones have left for later is added first."""
+
     def owned(self, tensor: Tensor) -> Tensor | None:
         """The tensor of a value or a parameter, at its owner."""
         account = self.account_of(tensor)

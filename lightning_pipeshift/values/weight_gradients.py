@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.compat.weight_products import (
     LEAF,
     PASSES_ON,
@@ -97,8 +98,9 @@ def divided(roots: Sequence[Tensor], token: Tensor) -> Division:
         ends = [end for x, _ in edges if (end := end_of(x)) is not None]
         if not edges or len(ends) < len(edges) or not sent.isdisjoint(x for x, _ in edges):
             continue
-        gradients = computing(node)
-        if gradients is not None:
+        how = computing(node)
+        if how is not None:
             own = tuple(leaves.pop(end) for end in ends)
-            weights.append(Weights(node, tuple(GradientEdge(*x) for x in edges), own, gradients))
+            towards = tuple(GradientEdge(*x) for x in edges)
+            weights.append(Weights(node, towards, own, how, tuple(map(version_of, how.uses))))
     return Division(weights, list(leaves.values()))

@@ -268,6 +268,16 @@ class Retains(Base):
         optimizer.step()
 
 
+class GoesBackItself(Base):
+    """Calls a backward of its own in front of the loss."""
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        extra = self.loss(self.head(self.blocks[3](self.embedding(words))), targets)
+        (0.1 * extra).backward()
+        return self.loss(self(words), targets)
+
+
 class Leaves(Base):
     """Asks whether tensors are leaves, and have a history."""
 
@@ -438,6 +448,7 @@ CASES = {
     "writes into views": Case(WritesView),
     "collectives": Case(Gathers),
     "hooks inside of layers": Case(HooksInside),
+    "goes back itself": Case(GoesBackItself),
     "hooks on layers": Case(HooksOnLayers),
     "hooks on layers, both ways": Case(HooksOnBothWays),
     "hooks on tensors": Case(HooksOnTensors),
@@ -547,7 +558,7 @@ NAMES: dict[tuple[int, str], list[str]] = {
     (1, "1f1b"): some(CASES, 10),
     (2, "1f1b"): some(list(CASES)[1:], 14),
     (3, "1f1b"): list(CASES),
-    (3, "zb-h1"): some(list(CASES)[2:], 14),
+    (3, "zb-h1"): [*some(list(CASES)[2:], 14), "goes back itself"],
 }
 """The cases that run on a number of stages by a schedule; with 0 stages, in plain Lightning."""
 
@@ -606,6 +617,6 @@ def test_weights_gradients_that_come_later_have_the_same_sums_over_virtual_machi
 def test_what_cannot_be_is_an_error_on_every_rank(
     kind: type[Base], options: dict[str, Any], message: str
 ) -> None:
-    arguments = Case(kind, 1, options), {"partition": "uniform"}
+    arguments = Case(kind), {"partition": "uniform", **options}
     outcomes = run_ranks(run_case, 2, *arguments, grace=20, expect_failure=True)
     assert all(message in outcome.message for outcome in outcomes)

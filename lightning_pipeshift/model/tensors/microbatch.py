@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -69,12 +70,12 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
                 f"The batch holds a {type(leaf).__name__} of {size} entries that have {size}"
                 f" entries each, and {size} samples: it is not clear which of them are one"
                 " sample's. Return it as a tensor whose first dimension counts the samples, or set"
-                " `microbatches=1`."
+                " `microbatches=1`, or `drop_last=True` if only the last batch is so small."
             )
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.layout is not torch.strided:
             raise BatchError(
-                f"The batch holds a tensor with the layout `{leaf.layout}`, which torch cannot cut"
-                " into microbatches without a copy. Return a dense tensor from the DataLoader, or"
+                f"The batch holds a tensor with the layout `{leaf.layout}`, which is not cut into"
+                " microbatches. Return a dense tensor from the DataLoader, or"
                 " set `microbatches=1`."
             )
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
@@ -146,16 +147,23 @@ def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     """
     if len(results) == 1:
         return results[0]
-    if all(type(result) is dict for result in results):
+    if all(type(result) in (dict, OrderedDict, defaultdict) for result in results):
         merged_dict = {}
         for key in dict.fromkeys(key for result in results for key in result):
             every = zip(results, sizes, weights, strict=True)
             have = [(result[key], *counts) for result, *counts in every if key in result]
             merged_dict[key] = merge(*zip(*have, strict=True))
         return merged_dict
-    if all(map(_is_column, results, sizes)):
-        is_array = all(isinstance(result, np.ndarray) for result in results)
-        return np.concatenate(results) if is_array else [x for result in results for x in result]
+    kind = type(results[0])
+    if all(
+        type(each) is kind and _is_column(each, n) for each, n in zip(results, sizes, strict=True)
+    ):
+        if kind is np.ndarray:
+            is_alike = len({each.shape[1:] for each in results}) == 1
+            return np.concatenate(results) if is_alike else list(results)
+        # Numbers in a tuple are the size of an image, say.
+        if kind is list or not all(isinstance(x, int | float) for each in results for x in each):
+            return kind(entry for result in results for entry in result)
     flat = [flatten(result) for result in results]
     if len({structure_of(result) for result in results}) != 1:
         return list(results)
@@ -169,7 +177,8 @@ def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
 def _merge_leaf(leaves: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if all(
-            leaf.dim() and leaf.size(0) == size for leaf, size in zip(leaves, sizes, strict=True)
+            leaf.dim() and leaf.size(0) == size and leaf.shape[1:] == leaves[0].shape[1:]
+            for leaf, size in zip(leaves, sizes, strict=True)
         ):
             return torch.cat(leaves)
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):

@@ -151,6 +151,9 @@ def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
         fresh.data = fields
     elif isinstance(fresh, dict):
         dict.update(fresh, fields)
+        # Some classes have their items as attributes, too.
+        own = getattr(fresh, "__dict__", {})
+        own.update((name, value) for name, value in fields.items() if name in own)
     else:
         for name, value in fields.items():
             object.__setattr__(fresh, name, value)

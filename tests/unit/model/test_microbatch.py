@@ -230,6 +230,42 @@ def test_entries_of_dicts_are_those_of_the_microbatches_that_have_them():
     assert merged == {"hard": ["a", "b", "c", "d"], "seen": [["x"], ["y", "z"], []]}
 
 
+def test_joined_results_have_their_class_and_other_shapes_stay_apart():
+    words = [("a", "b"), ("c",)]
+    assert merge(words, [2, 1], [2.0, 1.0]) == ("a", "b", "c")
+    # It is the size of an image, whatever the number of samples.
+    for sizes in ([2, 2], [3, 3], [1, 2]):
+        assert merge([(224, 224), (224, 224)], sizes, [1.0, 1.0]) == (224, 224)
+    arrays = [np.ones((2, 3)), np.ones((2, 4))]
+    assert [each.shape for each in merge(arrays, [2, 2], [1.0, 1.0])] == [(2, 3), (2, 4)]
+    tensors = [torch.ones(2, 3), torch.ones(2, 4)]
+    assert [each.shape for each in merge(tensors, [2, 2], [1.0, 1.0])] == [(2, 3), (2, 4)]
+
+
+class WithAttributes(dict):
+    """A dict whose items are its attributes, too."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class CopiesItems(dict):
+    """A dict that has its items as attributes."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        for name, value in items.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("kind", [WithAttributes, CopiesItems])
+def test_attributes_of_a_dict_are_cut_with_its_items(kind):
+    (first, _), _ = split(kind(x=torch.arange(4.0)), 2)
+    assert type(first) is kind
+    assert first.x.tolist() == first["x"].tolist() == [0.0, 1.0]
+
+
 class Words(dict):
     """A dict of a class of its own."""
 
@@ -261,7 +297,7 @@ def test_what_has_an_entry_for_each_sample_is_cut(column):
         else:
             assert part["column"] == expected
     merged = merge([part["column"] for part, _ in parts], [2, 2], [1.0, 1.0])
-    assert np.array_equal(merged, column) if isinstance(column, np.ndarray) else merged == [*column]
+    assert np.array_equal(merged, column) if isinstance(column, np.ndarray) else merged == column
 
 
 def test_a_sparse_tensor_is_an_error():

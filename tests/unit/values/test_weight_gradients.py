@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.compat.weight_products import Weights
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.step.later_gradients import LaterGradients
 from lightning_pipeshift.values.weight_gradients import divided
 
 
@@ -61,6 +66,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
         (2, 3, 5, 5),
         1,
     ),
+    "convolution of a frozen weight": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8), 1),
     "convolution of lines": (lambda: nn.Conv1d(3, 4, 3, dilation=2), (2, 3, 9), 1),
     "convolution of volumes": (lambda: nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4), 1),
 }
@@ -80,7 +86,7 @@ def in_two_parts(loss: Tensor, token: Tensor) -> list[Weights]:
         handle.remove()
     for each, (of,) in zip(division.weights, given, strict=True):
         with torch.no_grad():
-            gradients = each.gradients(of)
+            gradients = each.computing.gradients(of)
         torch.autograd.backward(each.edges, gradients)
     return division.weights
 
@@ -92,6 +98,8 @@ def test_weights_have_the_bits_of_a_whole_backward(name: str, is_turned: bool, c
     torch.manual_seed(0)
     make, shape, expected = LAYERS[name]
     layer = make()
+    if name == "convolution of a frozen weight":
+        layer.weight.requires_grad_(False)
     x = torch.randn(shape, dtype=next(layer.parameters()).dtype, requires_grad=True)
     with torch.autocast("cpu", BF16, enabled=casts):
         y = layer(x)
@@ -99,7 +107,7 @@ def test_weights_have_the_bits_of_a_whole_backward(name: str, is_turned: bool, c
             # Its gradient is no contiguous tensor.
             y = y.transpose(0, -1).contiguous()
         loss = (y * torch.randn(y.shape)).float().tanh().sum()
-    tensors = [*layer.parameters(), x]
+    tensors = [*(each for each in layer.parameters() if each.requires_grad), x]
     gradients = torch.autograd.grad(loss, tensors, retain_graph=True)
     assert len(in_two_parts(loss, x)) == expected
     for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -189,3 +197,45 @@ def test_what_was_written_to_is_an_error_as_in_torch() -> None:
     product.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         divided([loss], x)
+
+
+def microbatch_of(token: Tensor) -> Any:
+    """What the later gradients ask of a microbatch."""
+    core = SimpleNamespace(device_kind="cpu", gates=(), trained_as=lambda _: nullcontext())
+    looks = {"saves": None, "timer": None, "finite": None}
+    graphs = SimpleNamespace(token=token)
+    found = SimpleNamespace(core=core, flags={}, graphs=graphs, turn=0, **looks)
+    return type("Microbatch", (), vars(found))()
+
+
+def test_gradients_left_for_later_are_added_in_the_order_of_the_microbatches() -> None:
+    torch.manual_seed(0)
+    layer, later, parts = nn.Linear(4, 4), LaterGradients(), []
+    for _ in range(3):
+        x = torch.randn(2, 4, requires_grad=True)
+        loss = layer(x).tanh().sum()
+        parts.append(torch.autograd.grad(loss, layer.weight, retain_graph=True)[0])
+        later.backward(microbatch_of(x), [loss], [None])
+    assert layer.weight.grad is None
+    # The weight of this one has a second use: it has to come behind the others.
+    x = torch.randn(2, 4, requires_grad=True)
+    loss = layer(layer(x)).tanh().sum()
+    parts.append(torch.autograd.grad(loss, layer.weight, retain_graph=True)[0])
+    later.backward(microbatch_of(x), [loss], [None])
+    assert later.first is None
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+
+
+@pytest.mark.parametrize("writes_to_factor", [True, False])
+def test_what_has_been_written_to_since_is_an_error(writes_to_factor: bool) -> None:
+    layer, later = nn.Linear(4, 4), LaterGradients()
+    x, seen = torch.randn(2, 4, requires_grad=True), list[Tensor]()
+    factor = x * 1.0
+    y = layer(factor)
+    y.register_hook(seen.append)
+    later.backward(microbatch_of(x), [(y * torch.ones(2, 4)).sum()], [None])
+    with torch.no_grad():
+        (factor.detach() if writes_to_factor else seen[0]).mul_(2)
+    with pytest.raises(LayerError, match="has been written to in place since"):
+        later.compute_all()
