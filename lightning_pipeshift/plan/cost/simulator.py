@@ -97,7 +97,9 @@ class Actions(tuple[Action, ...]):
         of: dict[Kind, dict[int, int]] = {kind: {} for kind in Kind}
         for place, action in enumerate(self):
             of[action.kind][action.microbatch] = place
-        backwards, again = of[Kind.WEIGHTS] or of[Kind.BACKWARD], of[Kind.RECOMPUTE]
+        again = of[Kind.RECOMPUTE]
+        # Where layers run again, backwards stay whole.
+        backwards = of[Kind.BACKWARD] if again else of[Kind.WEIGHTS] or of[Kind.BACKWARD]
         places = [
             (place, backwards[number], again.get(number, -1), number)
             for number, place in of[Kind.FORWARD].items()

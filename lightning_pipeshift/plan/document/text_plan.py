@@ -61,7 +61,7 @@ def draw(plan: Plan) -> str:
             lines.append(line_of(stage, drawing, f"{1 - busy_seconds / step_seconds:4.0%} idle"))
         lines += _swaps(plan, vms[0])
     lines += _lanes(plan)
-    lines += ["", *legend(plan.is_asynchronous, rows)]
+    lines += ["", *legend(plan.is_asynchronous, rows, any(plan.recompute))]
     return "\n".join(line.rstrip() for line in lines)
 
 

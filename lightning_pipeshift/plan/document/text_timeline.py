@@ -84,16 +84,19 @@ def line_of(stage: int, drawing: str, remark: str) -> str:
     return f"{stage:>5} │{drawing}│ {remark}"
 
 
-def legend(is_asynchronous: bool, rows: Iterable[Iterable[Span]]) -> list[str]:
+def legend(
+    is_asynchronous: bool, rows: Iterable[Iterable[Span]], recomputes: bool = False
+) -> list[str]:
     """The lines that explain a drawing.
 
     Args:
         is_asynchronous: whether the pipeline is.
         rows: what is drawn.
+        recomputes: whether layers run again, also if that is not drawn.
     """
     unit = "minibatch" if is_asynchronous else "microbatch"
     kinds = {span.action.kind for row in rows for span in row}
     lines = [_LEGEND]
-    lines += [_RECOMPUTED] if Kind.RECOMPUTE in kinds else []
+    lines += [_RECOMPUTED] if recomputes or Kind.RECOMPUTE in kinds else []
     lines += [_WEIGHTS] if Kind.WEIGHTS in kinds else []
     return [line.format(unit) for line in lines]

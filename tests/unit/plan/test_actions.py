@@ -7,6 +7,7 @@ TEXTS = {
     "F3": Action(Kind.FORWARD, 3),
     "B3": Action(Kind.BACKWARD, 3),
     "R3": Action(Kind.RECOMPUTE, 3),
+    "W3": Action(Kind.WEIGHTS, 3),
     ">F3": Action(Kind.RECEIVE_PAYLOAD, 3),
     "F3>": Action(Kind.SEND_PAYLOAD, 3),
     ">B3": Action(Kind.RECEIVE_GRADIENT, 3),
@@ -26,7 +27,7 @@ def test_every_kind_has_a_text_form():
 
 @pytest.mark.parametrize("text", ["", "F", "3", "X3", ">F3>", "F-1", "f3", "F3 ", "F3.1", "F٣"])
 def test_nonsense_is_no_action(text):
-    with pytest.raises(ScheduleError, match=r"is no action.*F3 B3 R3 >F3 F3> >B3 B3>"):
+    with pytest.raises(ScheduleError, match=r"is no action.*F3 B3 W3 R3 >F3 F3> >B3 B3>"):
         Action.parse(text)
 
 

@@ -29,7 +29,8 @@ def test_1f1b():
 
 def test_a_gradient_is_not_received_before_the_forward_that_it_depends_on():
     for schedule in SCHEDULES.values():
-        assert table(schedule(3, 1)) == ["F0 F0> >B0 B0", ">F0 F0 F0> >B0 B0 B0>", ">F0 F0 B0 B0>"]
+        found = [row.removesuffix(" W0") for row in table(schedule(3, 1))]
+        assert found == ["F0 F0> >B0 B0", ">F0 F0 F0> >B0 B0 B0>", ">F0 F0 B0 B0>"]
 
 
 def test_forward_only():

@@ -20,7 +20,8 @@ from lightning_pipeshift.plan.search.measurements import Measured
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.workloads import all_counts, random_workload
 
-SYNCHRONOUS = sorted(set(SCHEDULES) - set(ASYNCHRONOUS))
+# The reference does not divide backwards.
+SYNCHRONOUS = sorted(set(SCHEDULES) - set(ASYNCHRONOUS) - {"zb-h1"})
 
 
 @pytest.mark.parametrize("samples", range(1, 20))

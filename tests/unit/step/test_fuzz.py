@@ -30,7 +30,7 @@ Check = Callable[[Program], Outcome]
 @pytest.mark.parametrize(
     ("part", "check", "share"),
     [
-        *((part, check, 0.85) for part in range(PARTS)),
+        *((part, check, 0.8) for part in range(PARTS)),
         *((part, fuzz_asynchronous.check, 0.4) for part in range(PARTS // 3)),
     ],
 )
