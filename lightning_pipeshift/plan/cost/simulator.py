@@ -215,8 +215,7 @@ class Clock:
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
         kinds = {action.kind for row in schedule for action in row}
-        # Where layers run again, backwards stay whole.
-        self._puts_off = Kind.WEIGHTS in kinds and Kind.RECOMPUTE not in kinds
+        self._puts_off = Kind.WEIGHTS in kinds
         self._order = order
 
     @cached_property
