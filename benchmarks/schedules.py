@@ -13,33 +13,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
-import lightning as L
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from benchmarks.measuring import arguments, interval, print_table, save, shown
-from benchmarks.side_by_side import (
-    PIPESHIFT,
-    TORCH,
-    Alternation,
-    Contender,
-    Round,
-    TorchPipeline,
-    fit_beside,
-    series,
-)
-from lightning_pipeshift import PipeShiftStrategy
+from benchmarks.side_by_side import PIPESHIFT, TORCH, series
+from benchmarks.sleeping_stages import NUM_STEPS, WIDTH, measure
 from lightning_pipeshift.testing.ranks import run_ranks
-from lightning_pipeshift.testing.sleeping import Sleeper, SleepingLayer, plain_sgd
+from lightning_pipeshift.testing.sleeping import SleepingLayer
 
-WIDTH = 64
-NUM_STEPS = 2
 PART_SECONDS = 0.020
 """Of a forward, of the gradient of an input, and of that of a weight."""
 
@@ -51,42 +34,11 @@ def pause(_: Tensor) -> None:
     time.sleep(PART_SECONDS)
 
 
-def with_pause(layer: Any) -> Any:
+def layer_of_three_parts() -> SleepingLayer:
     """A sleeping layer whose weight's gradient takes time, too."""
+    layer = SleepingLayer(WIDTH, PART_SECONDS, PART_SECONDS)
     layer.linear.weight.register_hook(pause)
     return layer
-
-
-class Halves(Sleeper):
-    """Sleeping layers whose backward has two halves."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers, WIDTH, PART_SECONDS, PART_SECONDS)
-        for layer in self.layers:
-            with_pause(layer)
-
-
-def measure(num_stages: int, num_microbatches: int, schedule: str, num_rounds: int) -> list[Round]:
-    """Runs on every rank."""
-    L.seed_everything(0, verbose=False)
-    shape = (num_microbatches * NUM_STEPS * (num_rounds + 2), WIDTH)
-    data = torch.randn(shape), torch.randn(shape)
-
-    def make_contenders() -> Mapping[str, Contender]:
-        batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
-        layer = with_pause(SleepingLayer(WIDTH, PART_SECONDS, PART_SECONDS))
-        return {TORCH: TorchPipeline(layer, num_microbatches, F.mse_loss, plain_sgd, batches)}
-
-    return fit_beside(
-        Halves(num_stages),
-        TensorDataset(*data),
-        num_microbatches,
-        PipeShiftStrategy(
-            microbatches=num_microbatches, schedule=schedule, partition=[1] * num_stages
-        ),
-        Alternation(make_contenders, {PIPESHIFT: NUM_STEPS, TORCH: NUM_STEPS}, num_rounds),
-        num_stages,
-    )
 
 
 def main() -> None:
@@ -106,9 +58,10 @@ def main() -> None:
                 measure,
                 num_stages,
                 num_stages,
-                num_microbatches,
                 schedule,
                 options.num_rounds,
+                num_microbatches=num_microbatches,
+                make_layer=layer_of_three_parts,
                 timeout=900,
             )
             results = series(ranks, num_cores=len(os.sched_getaffinity(0)))

@@ -11,7 +11,7 @@ system's way to wake a process. Every contender runs in the same processes in tu
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from statistics import median
 
@@ -46,23 +46,44 @@ WIDTH = 64
 NUM_STEPS = 2
 
 
-def measure(num_stages: int, schedule: str, num_rounds: int, bursts: bool) -> list[Round]:
-    """Runs on every rank."""
+def sleeping_layer() -> SleepingLayer:
+    """A stage's only layer."""
+    return SleepingLayer(WIDTH)
+
+
+def measure(
+    num_stages: int,
+    schedule: str,
+    num_rounds: int,
+    bursts: bool = False,
+    num_microbatches: int | None = None,
+    make_layer: Callable[[], SleepingLayer] = sleeping_layer,
+) -> list[Round]:
+    """Runs on every rank.
+
+    Args:
+        num_stages: each has one layer.
+        schedule: PipeShift's; torch's is 1F1B.
+        num_rounds: of both contenders.
+        bursts: see ``--bursts``.
+        num_microbatches: of a step; by default twice the stages.
+        make_layer: makes a layer.
+    """
     L.seed_everything(0, verbose=False)
-    num_microbatches = 2 * num_stages
+    num_microbatches = num_microbatches or 2 * num_stages
+    model = Sleeper(0, WIDTH)
+    model.layers.extend(make_layer() for _ in range(num_stages))
     shape = (num_microbatches * NUM_STEPS * (num_rounds + 2), WIDTH)
     data = torch.randn(shape), torch.randn(shape)
 
     def make_contenders() -> Mapping[str, Contender]:
         batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
         return {
-            TORCH: TorchPipeline(
-                SleepingLayer(WIDTH), num_microbatches, F.mse_loss, plain_sgd, batches
-            )
+            TORCH: TorchPipeline(make_layer(), num_microbatches, F.mse_loss, plain_sgd, batches)
         }
 
     return fit_beside(
-        Sleeper(num_stages, WIDTH),
+        model,
         TensorDataset(*data),
         num_microbatches,
         PipeShiftStrategy(

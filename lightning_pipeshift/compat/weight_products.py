@@ -33,11 +33,11 @@ PASSES_ON: Final = frozenset({"TBackward0", "ToCopyBackward0"})
 
 
 class Computing(NamedTuple):
-    """What computes the gradients of a product's weights.
+    """A function that computes the gradients of a product's weights, and the tensors that it needs.
 
     Args:
-        gradients: computes them, given that of the product.
-        uses: the tensors that it needs.
+        gradients: given the gradient of the product.
+        uses: the tensors.
     """
 
     gradients: Callable[[Tensor], Sequence[Tensor]]
@@ -63,8 +63,8 @@ class Weights(NamedTuple):
 
 
 def computing(node: Node) -> Computing | None:
-    """What computes the gradients of a product's weights; ``None`` for a product of a kind that is
-    not here.
+    """Returns how to compute the gradients of a product's weights; ``None`` if this module does not
+    know how.
 
     Args:
         node: of a class in :data:`WEIGHTS_AT`.

@@ -51,7 +51,7 @@ class Engine:
         self._core, self._around = core, around
         self._tails = tails
         self._runs_ahead = False
-        self._later: LaterGradients | None = None
+        self._later, self._puts_off = LaterGradients(), False
         self._before_last_backward: Callable[[], object] | None = None
         self.waits_for: Action | None = None
         """While nothing can run: what would, if its message came."""
@@ -93,10 +93,8 @@ class Engine:
         core.begin(num_ahead=num_ahead)
         find_root = root_of or partial(_part_of_mean, len(batches))
         flight = Flight(row)
-        puts_off = any(action.kind is Kind.WEIGHTS for action in flight.todo)
-        self._later = LaterGradients() if puts_off else None
-        if self._later is not None:
-            flight.finish_gradients = self._later.compute_all
+        self._puts_off = any(action.kind is Kind.WEIGHTS for action in flight.todo)
+        flight.finish_gradients = self._later.compute_all
         with_backward = any(action.kind is Kind.BACKWARD for action in flight.todo)
         everything: list[SuspendableMicrobatch] = []
 
@@ -226,19 +224,19 @@ class Engine:
             if microbatch.saves is not None and microbatch.saves.may_recompute:
                 self._recompute(microbatch, microbatch.saves)
                 return True
-            if flight.live or at or (self._later is not None and self._later.first is not None):
+            if flight.live or at or self._later.first is not None:
                 return False
         action = todo[at]
         del todo[at]
         del done[microbatch.order]
         is_last = not any(one.kind is Kind.BACKWARD for one in todo)
-        later = self._later
         if is_last and self._before_last_backward is not None:
             while self._compute_left(flight):
                 pass
             self._before_last_backward()
         self._core.computes = first is None
-        microbatch.put_off = partial(later.backward, microbatch) if later is not None else None
+        if self._puts_off:
+            microbatch.put_off = partial(self._later.backward, microbatch)
         with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
             if microbatch.root is not None:
                 microbatch.backward(microbatch.root)
@@ -255,7 +253,7 @@ class Engine:
             number = todo[0].microbatch
             if Action(Kind.BACKWARD, number) in todo:
                 return
-            first = None if self._later is None else self._later.first
+            first = self._later.first
             if first is not None and first.order == number:
                 self._compute_left(flight)
             else:
@@ -266,14 +264,13 @@ class Engine:
         """Computes the gradients of weights that the oldest backward has left for later. Returns
         whether there were any.
         """
-        later = self._later
-        first = None if later is None else later.first
-        if later is None or first is None:
+        first = self._later.first
+        if first is None:
             return False
         action, self._core.computes = Action(Kind.WEIGHTS, first.order), True
         flight.todo.remove(action)
         with self._around(action), run_by(first):
-            run_part(first, partial(later.compute, first))
+            run_part(first, partial(self._later.compute, first))
         return True
 
     def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:

@@ -91,21 +91,23 @@ def _hook_backward(module: nn.Module, *hooks: Any) -> Any:
 
 
 class _LayerBackwardHook:
-    """What is put around the call of a layer for the hooks on its backward. They run at its owner,
-    which has both ends: that of the input is a part of the layer, and that of the output is behind
-    the hooks on the layer's forward, as in torch.
+    """Replaces torch's ``BackwardHook`` in a call of a layer. The hooks on the layer's backward run
+    at its owner. Torch connects them to the layer's inputs and to its output: here the first is a
+    part of the layer's call, and the second is an operation behind the hooks on its forward.
     """
 
     def __init__(self, microbatch: Microbatch, number: int, hooks: BackwardHook) -> None:
         self._microbatch, self._number, self._hooks = microbatch, number, hooks
 
     def setup_input_hook(self, args: Any) -> Any:
-        """Leaves it to the layer."""
+        """Returns the arguments: the layer's call connects the hooks to them."""
         self._microbatch.core.backward_hooks[self._number] = self._hooks
         return args
 
     def setup_output_hook(self, result: Any) -> Any:
-        """What the layer returned, and hooks on its forward may have replaced, at the end."""
+        """Connects the hooks to the layer's result, which hooks on its forward may have replaced;
+        returns the new result.
+        """
         outputs = result if isinstance(result, tuple) else (result,)
         if not any(type(x) in PLACED for x in outputs):
             return self._hooks.setup_output_hook(result)
@@ -114,7 +116,9 @@ class _LayerBackwardHook:
 
 
 class _OutputHook:
-    """The end of the hooks on a layer's backward as an operation; equal for all layers."""
+    """An operation that connects the hooks on a layer's backward to its result; equal for all
+    layers.
+    """
 
     __name__ = "register_full_backward_hook"
 

@@ -253,7 +253,7 @@ class _Run(NamedTuple):
             # The first call may be the first that torch compiles (`torch.cond` does).
             forward = _compiling(core, layer)(forward)
         if self.hooks is not None:
-            forward = _behind(self.hooks.setup_input_hook, forward)
+            forward = _with_input_hook(self.hooks, forward)
         if not self.is_bare:
             forward = hearing(module, forward, self.hooked)
         recomputes = program.recomputes
@@ -282,11 +282,11 @@ class _Run(NamedTuple):
         return forward if program.timer is None else program.timer.timed(number, forward)
 
 
-def _behind(given_by: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose arguments a function replaces first."""
+def _with_input_hook(hooks: BackwardHook, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that first connects the hooks on the layer's backward to its arguments."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*given_by(args), **kwargs)
+        return forward(*hooks.setup_input_hook(args), **kwargs)
 
     return run
 

@@ -106,13 +106,13 @@ class Microbatch(Calls):
         kwargs: dict[str, Any],
         stage: int | None = None,
     ) -> Any:
-        """Runs a function at one stage: this one, or that which it depends on.
+        """Runs a function at one stage.
 
         Args:
             function: the function.
             args: its arguments.
             kwargs: its keyword arguments.
-            stage: ``None``: where what it uses is, or the last of several such stages.
+            stage: the stage; by default that of the values it uses, or the last of several.
         """
         core = self.core
         arguments = Arguments(given(args, kwargs), described, function in _SHAPED_BY_FLOATS)

@@ -54,8 +54,9 @@ def divided(roots: Sequence[Tensor], token: Tensor) -> Division:
     """
     following: dict[Node, list[Node]] = {}
     before: dict[Node, list[Node]] = {}
-    uses = Counter[Node]()
     todo: list[Node] = [x.grad_fn for x in roots]
+    # Where the backward begins, a gradient comes, too.
+    uses = Counter[Node](todo)
     if None in todo:
         # A root that is a leaf is none of those that are found.
         return Division([], [])

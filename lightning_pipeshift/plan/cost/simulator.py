@@ -214,8 +214,7 @@ class Clock:
         self.num_larger = num_larger
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
-        kinds = {action.kind for row in schedule for action in row}
-        self._puts_off = Kind.WEIGHTS in kinds
+        self._puts_off = any(map(_leaves_weights, schedule))
         self._order = order
 
     @cached_property
@@ -274,7 +273,7 @@ class Clock:
 
     def _divided(self, costs: Costing) -> Costing:
         """The costs with those of the gradients of weights, where backwards leave them for later.
-        The first stage's do not: nobody waits for its backward.
+        On the first stage, backwards are whole.
         """
         if not self._puts_off:
             return costs
@@ -422,12 +421,14 @@ def _peak_in_flight(row: Row) -> int:
     if not any(action.kind is Kind.BACKWARD for action in row):
         return 0
     in_flight = peak = 0
-    puts_off = any(action.kind is Kind.WEIGHTS for action in row)
+    # What the gradients of weights need is held until they are computed.
+    holds_on = Kind.BACKWARD if _leaves_weights(row) else None
     for action in row:
-        if puts_off and action.kind in (Kind.BACKWARD, Kind.WEIGHTS):
-            # What the gradients of weights need is held until they are computed.
-            in_flight -= action.kind is Kind.WEIGHTS
-            continue
-        in_flight += action.kind.properties.in_flight
+        in_flight += 0 if action.kind is holds_on else action.kind.properties.in_flight
         peak = max(peak, in_flight)
     return peak
+
+
+def _leaves_weights(row: Row) -> bool:
+    """Whether backwards leave the gradients of weights for later."""
+    return any(action.kind is Kind.WEIGHTS for action in row)

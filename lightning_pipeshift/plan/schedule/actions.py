@@ -29,8 +29,8 @@ class Kind(enum.Enum):
     BACKWARD = "B"
     """Run the backward. Except on the last stage, waits for its RECEIVE_GRADIENT."""
     WEIGHTS = "W"
-    """Compute the gradients of the weights that the backward has left for later. Nobody waits for
-    it."""
+    """Compute the gradients of weights that the backward has left for later. No other action waits
+    for it."""
     RECOMPUTE = "R"
     """Recompute the forwards whose saved tensors were dropped, for the next backward. Does not
     wait: it fills the time in which a stage waits for a gradient."""
@@ -106,7 +106,7 @@ PROPERTIES: Final = {
         needs=Kind.RECEIVE_GRADIENT,
         causes=Kind.SEND_GRADIENT,
     ),
-    Kind.WEIGHTS: Properties(words="the gradients of the weights", line="═"),
+    Kind.WEIGHTS: Properties(words="the gradients of the weights", line="═", in_flight=-1),
     Kind.RECOMPUTE: Properties(words="the recomputation", cost="recompute_seconds", line="~"),
     Kind.RECEIVE_PAYLOAD: Properties(
         words="the receive of the payload",

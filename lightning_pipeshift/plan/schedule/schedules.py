@@ -5,10 +5,9 @@ only: the sends and receives follow from them (``communication``), and the times
 (``simulator``).
 
 In every schedule a stage runs its backwards, and what they have left for later, in ASCENDING
-microbatch order. Gradients accumulate in
-the order of the backwards, and float addition is not associative: one order everywhere is what
-makes the schedules bitwise equal to each other, and to one device that runs the microbatches one
-after another.
+microbatch order. Gradients accumulate in the order of the backwards, and float addition is not
+associative: one order everywhere is what makes the schedules bitwise equal to each other, and to
+one device that runs the microbatches one after another.
 """
 
 from collections.abc import Callable, Collection

@@ -172,6 +172,14 @@ def test_a_backward_with_a_frozen_leaf_or_from_a_leaf_stays_whole() -> None:
     assert len(divided([loss], x).weights) == 1
 
 
+def test_a_weight_that_is_also_a_root_is_not_left_for_later() -> None:
+    layer, x = nn.Linear(1, 1, bias=False), torch.randn(2, 1, requires_grad=True)
+    turned = layer.weight.t()
+    loss = (x @ turned).sum()
+    assert divided([loss, turned], x).weights == []
+    assert len(divided([loss], x).weights) == 1
+
+
 def test_hooks_run_once() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     seen = []
