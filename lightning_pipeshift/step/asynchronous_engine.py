@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.runtime.comm.messages import Key, Place
 from lightning_pipeshift.step.engine import Engine
 from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch
@@ -17,9 +18,13 @@ class AsynchronousEngine(Engine):
     """
 
     def _advance(
-        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
+        self,
+        microbatch: SuspendableMicrobatch,
+        action: Action,
+        flight: Flight,
+        tails: Tails | None,
     ) -> None:
-        super()._advance(microbatch, flight, tails)
+        super()._advance(microbatch, action, flight, tails)
         # The same step may have to wait in one run and not in another: both end with the error.
         if microbatch.is_done and microbatch.latest_wait is not None:
             self._require_no_gradient_to_later([microbatch], *microbatch.latest_wait)

@@ -15,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.model.measuring.timing import Timer
@@ -26,8 +29,9 @@ from lightning_pipeshift.step.later_gradients import LaterGradients
 from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch, words_of
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.step.tails import Tails
-from lightning_pipeshift.values.backward import run_part
+from lightning_pipeshift.values.backward import Part, begin_backward, end_backward, run_part
 from lightning_pipeshift.values.core import Core
+from lightning_pipeshift.values.gradients import Way
 from lightning_pipeshift.values.saves import Saves
 from lightning_pipeshift.values.value import run_by
 
@@ -114,6 +118,8 @@ class Engine:
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)
             microbatch.saves = saves_of(turn)
+            is_watched = microbatch.timer or microbatch.saves or microbatch.finite
+            microbatch.graphs.is_divided = flight.num_chunks > 1 and not is_watched
             everything.append(microbatch)
             return microbatch
 
@@ -162,21 +168,36 @@ class Engine:
                 ready = self._ready(live)
                 if ready is None and not todo and leaves_some and self._may_begin(live):
                     break
-                if ready is not None:
-                    self.num_suspended += 1
-                    self._advance(ready, flight, tails)
-                elif todo and todo[0].kind is Kind.FORWARD and self._may_begin(live):
-                    self._advance(begin(todo.popleft().microbatch, outside), flight, tails)
-                elif self._run_backward(flight) or self._compute_left(flight):
+                # Where stages have several chunks of layers, a step may go on with the next one
+                # behind what comes before it in the row.
+                place = len(todo) if ready is None else flight.place_of(ready)
+                if place >= 0 and self._begins_forward(flight):
+                    action = todo.popleft()
+                    self._advance(begin(action.microbatch, outside), action, flight, tails)
+                elif place >= 0 and self._run_backward(flight, place):
                     continue
-                elif todo or live:
+                elif ready is not None:
+                    self.num_suspended += 1
+                    action = Action(Kind.FORWARD, ready.order, max(0, ready.chunk))
+                    self._advance(ready, action if place < 0 else todo[place], flight, tails)
+                elif not self._compute_left(flight) and (todo or live):
                     self._wait(flight)
 
+    def _begins_forward(self, flight: Flight) -> bool:
+        """Whether the next action is the forward of another microbatch, which may begin."""
+        first = next(iter(flight.todo), None)
+        is_new = first is not None and first.kind is Kind.FORWARD and not first.chunk
+        return is_new and self._may_begin(flight.live)
+
     def _advance(
-        self, microbatch: SuspendableMicrobatch, flight: Flight, tails: Tails | None
+        self,
+        microbatch: SuspendableMicrobatch,
+        action: Action,
+        flight: Flight,
+        tails: Tails | None,
     ) -> None:
         self._core.computes = False
-        with self._around(Action(Kind.FORWARD, microbatch.order)):
+        with self._around(action):
             if tails is not None and tails.is_watching:
                 tails.current = microbatch
             try:
@@ -187,6 +208,7 @@ class Engine:
         if microbatch.is_done:
             flight.live.pop(microbatch.order, None)
             flight.done[microbatch.order] = microbatch
+            flight.passed_chunks(microbatch)
         else:
             flight.live[microbatch.order] = microbatch
 
@@ -208,43 +230,116 @@ class Engine:
     def _may_begin(self, live: dict[int, SuspendableMicrobatch]) -> bool:
         return all(map(self._may_pass, live.values()))
 
-    @tells("action", lambda own: words_of(Kind.BACKWARD, own.get("microbatch")))
-    def _run_backward(self, flight: Flight) -> bool:
-        """Runs the oldest backward, also before forwards that cannot go on, if its first gradient
-        is there or nothing else can run; while it waits for that, its layers that have to run again
-        before it. Returns whether it did anything.
+    def _backwards(self, flight: Flight) -> Iterator[tuple[int, SuspendableMicrobatch, Part, bool]]:
+        """The parts of backwards that may come next, the next one of each microbatch: its place
+        among the actions, and whether it is the very first. Others come before parts of earlier
+        microbatches that compute no gradient of the same layers, so that each gradient is summed in
+        the order of the microbatches.
         """
-        todo, done = flight.todo, flight.done
-        at = next((at for at, one in enumerate(todo) if one.kind is Kind.BACKWARD), None)
-        microbatch = None if at is None else done.get(todo[at].microbatch)
-        if at is None or microbatch is None:
-            return False
-        first = microbatch.first_gradient
-        if first is not None and not self._core.mailbox.has(first[0]):
-            if microbatch.saves is not None and microbatch.saves.may_recompute:
-                self._recompute(microbatch, microbatch.saves)
+        places: dict[int, int] = {}
+        for at, action in enumerate(flight.todo):
+            if action.kind is Kind.BACKWARD:
+                places.setdefault(action.microbatch, at)
+        computed = set[int]()
+        for number, is_first in zip(sorted(places), chain([True], repeat(False)), strict=False):
+            microbatch = flight.done.get(number)
+            if microbatch is None:
+                return
+            *others, part = self._parts(microbatch)
+            # What is called before the last backward looks at each gradient as it comes.
+            is_whole = self._before_last_backward is not None and number == max(places)
+            if is_first or not (part.keys is None or is_whole or computed & part.keys):
+                yield places[number], microbatch, part, is_first
+            for each in (*others, part):
+                if each.keys is None:
+                    return
+                computed |= each.keys
+
+    def _parts(self, microbatch: SuspendableMicrobatch) -> list[Part]:
+        if microbatch.parts is None:
+            microbatch.parts = []
+            if microbatch.root is not None:
+                with run_by(microbatch):
+                    microbatch.parts = begin_backward(microbatch, microbatch.root)
+            # This stage has no part in it, or it ends what has begun here.
+            microbatch.parts = microbatch.parts or [Part([], [], (None,), frozenset())]
+        return microbatch.parts
+
+    def _run_backward(self, flight: Flight, before: int) -> bool:
+        """Runs a part of a backward that is in front of a place among the actions, if its gradients
+        are there: the oldest, also before forwards that cannot go on, if the first one is there or
+        nothing else can run; while it waits for that, its layers that have to run again before it.
+        Returns whether it did anything.
+        """
+        first = None
+        for at, microbatch, part, is_first in self._backwards(flight):
+            if at >= before:
+                continue
+            if not self._missing(part, is_first):
+                self._run_part(flight, at, microbatch, part)
                 return True
-            if flight.live or at or self._later.first is not None:
-                return False
-        action = todo[at]
-        del todo[at]
-        del done[microbatch.order]
-        is_last = not any(one.kind is Kind.BACKWARD for one in todo)
+            if is_first:
+                first = at, microbatch, part
+        if first is None:
+            return False
+        at, microbatch, part = first
+        if microbatch.saves is not None and microbatch.saves.may_recompute:
+            self._recompute(microbatch, microbatch.saves)
+            return True
+        if flight.live or at or self._later.first is not None or part.keys is not None:
+            return False
+        self._run_part(flight, at, microbatch, part)
+        return True
+
+    def _missing(self, part: Part, is_first: bool) -> list[Way]:
+        """The gradients that have to come before a part of a backward runs: of the first one, only
+        that which it waits for first. In others a stage must not wait: in those that it waits for,
+        another stage may wait for what comes before them.
+        """
+        has = self._core.mailbox.has
+        ways = part.ways[:1] if is_first else part.ways
+        return [way for way in ways if way is not None and not has(way.key)]
+
+    @tells("action", lambda own: words_of(Kind.BACKWARD, own.get("microbatch")))
+    def _run_part(
+        self, flight: Flight, at: int, microbatch: SuspendableMicrobatch, part: Part
+    ) -> None:
+        """Runs a part of a backward.
+
+        Args:
+            flight: whose actions it is among.
+            at: its place.
+            microbatch: whose.
+            part: the part.
+        """
+        action, order, todo = flight.todo[at], microbatch.order, flight.todo
+        assert microbatch.parts is not None
+        del microbatch.parts[-1]
+        own = [each for each in todo if each.kind is Kind.BACKWARD and each.microbatch == order]
+        for each in own if not microbatch.parts else [action] if len(own) > 1 else ():
+            todo.remove(each)
+        is_last = not any(each.kind is Kind.BACKWARD and each.microbatch != order for each in todo)
         if is_last and self._before_last_backward is not None:
             while self._compute_left(flight):
                 pass
             self._before_last_backward()
-        self._core.computes = first is None
+            self._before_last_backward = None
+        self._core.computes = part.ways[0] is None
+        run = partial(torch.autograd.backward, part.roots, part.gradients)
         if self._puts_off:
-            microbatch.put_off = partial(self._later.backward, microbatch)
+            run = partial(self._later.backward, microbatch, part.roots, part.gradients)
         with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
+            if part.roots:
+                run_part(microbatch, run)
+            if microbatch.parts:
+                return
             if microbatch.root is not None:
-                microbatch.backward(microbatch.root)
-        microbatch.root = microbatch.put_off = None
+                end_backward(microbatch, microbatch.root)
+        del flight.done[order]
+        microbatch.root = None
         if microbatch.saves is not None:
             microbatch.saves.end_backward()
             microbatch.saves = None
-        return True
 
     def _compute_due(self, flight: Flight) -> None:
         """Computes the gradients of weights that may not be left for longer."""
@@ -273,6 +368,7 @@ class Engine:
             run_part(first, partial(self._later.compute, first))
         return True
 
+    @tells("action", lambda own: words_of(Kind.BACKWARD, own.get("microbatch")))
     def _recompute(self, microbatch: SuspendableMicrobatch, saves: Saves) -> None:
         action, self._core.computes = Action(Kind.RECOMPUTE, microbatch.order), True
         with (
@@ -284,7 +380,7 @@ class Engine:
             saves.run_again()
 
     def _wait(self, flight: Flight) -> None:
-        done, waits = flight.done, []
+        waits = []
         for one in self._in_turn(flight.live):
             wait = one.waits_for
             if wait is None:
@@ -295,10 +391,11 @@ class Engine:
                 # It came just now. Where an earlier microbatch has to go on first, it is no reason
                 # to look again.
                 return
-        oldest = next((one for one in flight.todo if one.kind is Kind.BACKWARD), None)
-        waiting = None if oldest is None else done.get(oldest.microbatch)
-        if oldest is not None and waiting is not None and waiting.first_gradient is not None:
-            waits.append((oldest, waiting.first_gradient))
+        for at, _, part, is_first in self._backwards(flight):
+            missing = self._missing(part, is_first)
+            if not missing:
+                return
+            waits += [(flight.todo[at], (way.key, way.place)) for way in missing]
         self.waits_for, (_, place) = waits[0]
         try:
             self._core.mailbox.wait_for_any([key for _, (key, _) in waits], place)

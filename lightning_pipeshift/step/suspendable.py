@@ -12,12 +12,13 @@ import torch
 from greenlet import getcurrent, greenlet
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, num_chunks_of
 from lightning_pipeshift.runtime.comm.messages import Key, Message, Place
 from lightning_pipeshift.runtime.comm.messages import Kind as Carries
 from lightning_pipeshift.runtime.liveness.stalls import tells
 from lightning_pipeshift.step.suspension import ThreadState, seed_generators
 from lightning_pipeshift.step.tails import Tails
+from lightning_pipeshift.values.backward import Part
 from lightning_pipeshift.values.core import Core
 from lightning_pipeshift.values.microbatch import Microbatch
 from lightning_pipeshift.values.value import run_by, running, user_line
@@ -55,6 +56,11 @@ class SuspendableMicrobatch(Microbatch):
         self.result: Any = None
         self.root: Any = None
         """Where the backward begins: this microbatch's part of the loss; ``None`` to skip it."""
+        self.parts: list[Part] | None = None
+        """The parts of this stage's backward that are still to come, the next one last; ``None``
+        before it begins."""
+        self.chunk = -1
+        """The latest chunk of this stage's layers that the step has come to; -1 in front of all."""
         self.is_done = False
         self.flags: dict[torch.Tensor, bool] = {}
         """Of the parameters that were frozen or thawed: whether the backward trains them."""
@@ -125,17 +131,13 @@ class SuspendableMicrobatch(Microbatch):
         self.waits_for = None
 
     def _may_be_passed(self, key: Key) -> bool:
-        """Whether later microbatches' steps may begin while this one waits for a message: one of a
-        later stage, so that the last stage runs all steps in their order.
+        """Whether later microbatches' steps may begin while this one waits for a message: a read of
+        a later stage's, so that the last stage runs all steps in their order. Where stages have
+        several chunks of layers, also any value: what other stages compute meanwhile takes long.
         """
+        if key.kind is Carries.VALUE:
+            return self._flight.num_chunks > 1
         return key.kind in (Carries.READ, Carries.TOLD) and key.source > self.stage
-
-    @property
-    def first_gradient(self) -> tuple[Key, Place] | None:
-        """The gradient that this stage's backward waits for first; ``None`` if it can begin."""
-        graph = self.graph_of(self.root)
-        first = None if graph is None else graph.first
-        return None if first is None else (first.key, first.place)
 
     @property
     def may_be_passed(self) -> bool:
@@ -185,8 +187,7 @@ class SuspendableMicrobatch(Microbatch):
 
     def finish_gradients(self) -> None:
         """See :class:`Microbatch`. The schedule's own backwards look after that themselves."""
-        if self.put_off is None:
-            self._flight.finish_gradients()
+        self._flight.finish_gradients()
 
     def followers(self) -> Iterable[SuspendableMicrobatch]:
         """The later microbatches' steps that have begun."""
@@ -218,6 +219,11 @@ class SuspendableMicrobatch(Microbatch):
 
     def enters_layer(self, number: int) -> None:
         """See :class:`Microbatch`."""
+        if self._flight.num_chunks > 1:
+            chunk = self.core.chunks.get(number, -1)
+            if chunk > self.chunk:
+                self.chunk = chunk
+                self._flight.passed_chunks(self)
         if self._tails is not None and self._tails.current is not None:
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
@@ -237,10 +243,30 @@ class Flight:
         self.finish_gradients: Callable[[], None] = lambda: None
         """Computes the gradients that backwards have left for later."""
         self.todo = deque(row)
+        self.num_chunks = num_chunks_of([(*self.todo,)])
+        """Of this stage's layers."""
         self.live: dict[int, SuspendableMicrobatch] = {}
         """Those whose step is suspended."""
         self.done: dict[int, SuspendableMicrobatch] = {}
         """Those whose backward is still to come."""
+
+    def place_of(self, suspended: SuspendableMicrobatch) -> int:
+        """The place in :attr:`todo` of what a suspended step comes to next; -1: that has begun."""
+        if self.num_chunks == 1 or suspended.chunk < 0:
+            return -1
+        own = (
+            at
+            for at, action in enumerate(self.todo)
+            if action.kind is Kind.FORWARD and action.microbatch == suspended.order
+        )
+        return next(own, -1)
+
+    def passed_chunks(self, microbatch: SuspendableMicrobatch) -> None:
+        """A step has come to a chunk of this stage's layers, or to its end."""
+        for action in tuple(self.todo if self.num_chunks > 1 else ()):
+            is_own = action.kind is Kind.FORWARD and action.microbatch == microbatch.order
+            if is_own and (action.chunk <= microbatch.chunk or microbatch.is_done):
+                self.todo.remove(action)
 
 
 def words_of(kind: Kind, microbatch: Microbatch | None) -> str | None:

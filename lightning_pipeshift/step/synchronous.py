@@ -135,7 +135,7 @@ class SynchronousPipeline(Pipeline):
         if core.result_bytes and not self.planned.is_timed:
             self.planning.model.note_results(core.result_bytes, core.kinds)
         core.result_bytes.clear()
-        if self.changes.last is None and not self.plan.placement.owners:
+        if self.changes.last is None and self.plan.is_foreseen:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             self.planning.after_step(self.plan, own, self.planned.layers, given.optimizers)
         if self._votes.are_for_requests:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lightning_pipeshift.plan.cost.simulator import Span
@@ -39,8 +40,10 @@ def expected(plan: Plan, step: int = 0, num_steps: int = 1) -> Recording | None:
         exposed = plan.prediction.exposed_seconds
     records: list[RankRecord] = []
     for vm, timeline in enumerate(timelines):
-        for stage, row in enumerate(timeline.rows):
-            marks = list(_marks(row, timeline.transfers[stage], begin, end, shift))
+        num_stages = plan.placement.num_stages(vm)
+        for stage, row in enumerate(timeline.rows_of(num_stages)):
+            sends = [span for sent in timeline.transfers[stage::num_stages] for span in sent]
+            marks = list(_marks(row, sends, begin, end, shift))
             if exposed:
                 marks.append(Mark(What.SUMS, "sums of gradients", end, end + exposed))
             rank = plan.ranks[vm][stage] if plan.ranks else len(records)
@@ -56,7 +59,7 @@ _AFTER: Final = Action(Kind.RECEIVE_PAYLOAD, 0)
 
 
 def _marks(
-    row: tuple[Span, ...], sends: tuple[Span, ...], begin: float, end: float, shift: int
+    row: Sequence[Span], sends: Sequence[Span], begin: float, end: float, shift: int
 ) -> Iterator[Mark]:
     """The marks of one stage, as far as they are between two times."""
     before = 0.0
@@ -75,4 +78,4 @@ def _marks(
 
 
 def _name(action: Action, shift: int) -> str:
-    return str(Action(action.kind, max(0, action.microbatch + shift)))
+    return str(replace(action, microbatch=max(0, action.microbatch + shift)))

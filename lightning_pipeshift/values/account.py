@@ -12,7 +12,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.comm.messages import Key
 
 if TYPE_CHECKING:
-    from lightning_pipeshift.values.graphs import Graph
+    from lightning_pipeshift.values.graphs import Graph, Segment
 
 
 SEVERAL = -1
@@ -76,6 +76,8 @@ class Account:
         has_left: whether consumers elsewhere have used it with its gradient: ``link`` may be
             another tensor with the same memory then.
         graph: what its gradient is a part of; ``None`` for a leaf that nothing has used so far.
+        segment: the part of that graph on this stage that ``link`` belongs to; ``None`` for a leaf,
+            and where backwards are not divided.
         name: the run, the microbatch and the number of the value in it; ``None``: a parameter.
         sent_at: at the owner: how often the tensor had been written to when it was sent first.
         version: how often the memory had been written to when the bytes were computed.
@@ -98,6 +100,7 @@ class Account:
         "owner",
         "requires_grad",
         "seen",
+        "segment",
         "sent_at",
         "tensor",
         "version",
@@ -110,6 +113,7 @@ class Account:
         self.memory = Memory() if memory is None else memory
         self.memory.accounts.append(weakref.ref(self))
         self.graph: Graph | None = None
+        self.segment: Segment | None = None
         self.name: tuple[int, int, int] | None = None
         self.seen: tuple[int, Tensor] | None = None
         self.layer: int | None = None

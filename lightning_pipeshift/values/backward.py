@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import without_torch_function_of_subclasses
 from lightning_pipeshift.errors import LayerError, PipeShiftError
-from lightning_pipeshift.values.graphs import Graph
+from lightning_pipeshift.values.gradients import Way
+from lightning_pipeshift.values.graphs import Graph, Segment
 from lightning_pipeshift.values.value import PLACED, Value, run_by, user_line
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ def run_backward(
         only = [here for x in several if (here := _here(program, x)) is not None]
 
     def run(roots: list[Tensor], gradients: list[Tensor | None]) -> None:
-        if program.put_off is not None and inputs is None:
-            program.put_off(roots, gradients)
-            return
         asked = program.graphs.with_token(only)
         torch.autograd.backward(roots, gradients, retain_graph, create_graph, inputs=asked)
 
@@ -125,19 +123,12 @@ def _go_back(
     roots: list[Tensor] = []
     of_roots: list[Tensor | None] = []
     for loss, gradient in zip(losses, gradients, strict=True):
-        program.graphs.require_unused(loss)
-        graph, link = program.graph_of(loss), loss
+        graph, link, _ = _root(program, loss)
         if graph is not None:
             graphs[graph] = None
-        if type(loss) in PLACED:
-            account = program.account_of(loss)
-            account.refresh()
-            if account.last != program.stage:
-                continue
-            assert account.link is not None
-            link = account.link
-        roots.append(link)
-        of_roots.append(program.plain(gradient))
+        if link is not None:
+            roots.append(link)
+            of_roots.append(program.plain(gradient))
     if any(graph.has_links for graph in graphs):
         program.begins_backward()
     program.finish_gradients()
@@ -148,6 +139,75 @@ def _go_back(
         run_part(program, partial(run, roots, of_roots))
     if not program.is_alone:
         program.end_graphs(graphs, is_kept)
+
+
+def _root(program: Microbatch, loss: Tensor) -> tuple[Graph | None, Tensor | None, Segment | None]:
+    """The graph of a loss; where its backward begins, if that is on this stage; and the segment of
+    this.
+    """
+    program.graphs.require_unused(loss)
+    graph = program.graph_of(loss)
+    if type(loss) not in PLACED:
+        return graph, loss, None
+    account = program.account_of(loss)
+    account.refresh()
+    if account.last != program.stage:
+        return graph, None, None
+    assert account.link is not None
+    return graph, account.link, account.segment
+
+
+class Part(NamedTuple):
+    """A part of a backward on this stage, which no gradient connects here with the others.
+
+    Args:
+        roots: where torch begins.
+        gradients: of the roots.
+        ways: how the gradients come that it waits for: see :attr:`Segment.ways`.
+        keys: of the layers and parameters whose gradients it computes: see :attr:`Core.groups`;
+            ``None``: of any.
+    """
+
+    roots: list[Tensor]
+    gradients: list[Tensor | None]
+    ways: Sequence[Way | None]
+    keys: Set[int] | None
+
+
+def begin_backward(program: Microbatch, loss: Tensor) -> list[Part]:
+    """Begins the backward of a loss that a schedule runs in parts: see :func:`run_part`. Returns
+    this stage's parts, the first one last. :func:`end_backward` ends it. Every rank calls this.
+    """
+    graph, root, of_root = _root(program, loss)
+    if graph is not None and root is not None and of_root is None:
+        # A leaf.
+        graph.keep_whole()
+    segments = [] if graph is None else graph.segments
+    is_divided = len(segments) > 1
+    parts = [
+        Part(
+            list(each.tokens),
+            list(map(torch.zeros_like, each.tokens)),
+            each.ways,
+            each.keys if is_divided else None,
+        )
+        for each in segments
+    ]
+    if root is not None:
+        parts = parts or [Part([], [], (None,), None)]
+        first = parts[-1 if of_root is None else segments.index(of_root.whole)]
+        first.roots.insert(0, root)
+        first.gradients.insert(0, None)
+    return [part for part in parts if part.roots]
+
+
+def end_backward(program: Microbatch, loss: Tensor) -> None:
+    """Ends a backward whose parts have run."""
+    program.note("backward", False)
+    program.gradients = None
+    graph = program.graph_of(loss)
+    if not program.is_alone:
+        program.end_graphs([] if graph is None else [graph], False)
 
 
 def run_part(program: Microbatch, run: Callable[[], None]) -> None:

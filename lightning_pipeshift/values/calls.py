@@ -287,13 +287,23 @@ class Calls(CommonTensors):
             account.layer = self._layer_of(call)
         if spec.requires_grad:
             if graph is None and not self.is_alone:
-                graph = self.graphs.joined(call, self.accounts)
-            account.graph = graph
+                graph = self._graph_of(call)
+            account.graph, account.segment = graph, self.graphs.segment
         if tensor is not None:
             # A layer may return a buffer, and write to it later.
             is_buffer = call.layer is not None and bool(self.core.buffers[call.layer])
             offer(self.mailbox, account, is_buffer)
         return self.new_value(spec, account)
+
+    def _graph_of(self, call: Call) -> Graph:
+        """The graph of what a call returns that needs a gradient."""
+        keys: set[int] | None = None
+        if self.graphs.is_divided and self.stage == call.stage:
+            core = self.core
+            keys = set() if call.layer is None else {core.groups[call.layer]}
+            used = (*call.arguments.tensors, *(x for _, x in call.parameters))
+            keys.update(core.group_of(x) for x in used if x in core.parameter_numbers)
+        return self.graphs.joined(call, self.accounts, keys)
 
     def _values(
         self,
@@ -319,7 +329,7 @@ class Calls(CommonTensors):
         values: list[Value] = []
         has_gradient = any(spec.requires_grad for spec in specs) or any(written.values())
         is_joined = has_gradient and not self.is_alone
-        graph = self.graphs.joined(call, self.accounts) if is_joined else None
+        graph = self._graph_of(call) if is_joined else None
         for spec, tensor in zip(specs, new, strict=True):
             values.append(self._made(call, spec, tensor, values, graph))
         for at, needs_gradient in written.items():
@@ -359,6 +369,8 @@ class Calls(CommonTensors):
             )
         account.requires_grad = account.requires_grad or needs_gradient
         if needs_gradient and graph is not None:
+            # Other tensors have the same memory, perhaps, and from now on the same history.
+            graph.keep_whole()
             for each in (account, *(x for x in sharing if x.requires_grad)):
                 each.graph = graph if each.graph is None else graph.join(each.graph)
         kept = here.get(at, account.tensor) if self.stage == call.stage else None

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class Core:
                 self.layers_with.setdefault(tensor, []).append(layer.number)
         self.awaited: dict[int, dict[Callable[[int], object], None]] = {}
         """What the next use of a layer awaits, by its number: see :meth:`await_before`."""
+        self.chunks: dict[int, int] = {}
+        """Of this stage's layers: those that follow each other have one number."""
         self.place(owners)
         self.holders = holders
         self.written: set[Tensor] = set()
@@ -149,12 +152,27 @@ class Core:
         of these layers are where the new owners are.
         """
         self.owners = owners
+        self.chunks = _chunks([owners(layer.number, 0) for layer in self.placed_layers], self.stage)
         for layer in self.placed_layers:
             layer.forget_owners()
         # Of layers that share a tensor, the first one's stage owns it.
         for layer in reversed(self.placed_layers):
             for tensor in layer.tensors:
                 self.parameter_owners[tensor] = owners(layer.number, 0)
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """A number for each layer; layers that share a parameter have the same."""
+        found = list(range(len(self.layers)))
+        for numbers in self.layers_with.values():
+            joined = {found[number] for number in numbers}
+            found = [min(joined) if each in joined else each for each in found]
+        return found
+
+    def group_of(self, tensor: Tensor) -> int:
+        """The same of a parameter: that of its layer; of one outside of layers, one of its own."""
+        numbers = self.layers_with.get(tensor)
+        return self.groups[numbers[0]] if numbers else -1 - self.parameter_numbers[tensor]
 
     def renumber(self, numbers: Sequence[int], mailbox: Mailbox) -> None:
         """Gives the stages other numbers: each rank keeps what it has. Every stage calls this
@@ -416,3 +434,13 @@ class Core:
             plain = without_torch_function_of_subclasses()
             with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
+
+
+def _chunks(owners: Sequence[int], stage: int) -> dict[int, int]:
+    """The chunk of each of a stage's layers: those that follow each other are one."""
+    found: dict[int, int] = {}
+    for number, owner in enumerate(owners):
+        if owner == stage:
+            begins = number - 1 not in found
+            found[number] = max(found.values(), default=-1) + 1 if begins else found[number - 1]
+    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from operator import itemgetter
+from collections.abc import Iterable, Mapping
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,54 @@ ToLater = tuple[int, int, str]
 gradient, and the operation or layer that uses the value there."""
 
 
+class Segment:
+    """A part of a graph on this stage. No gradient connects it here with the others, and its links
+    lie between theirs in the program: so the stage may run its backward by itself.
+
+    Args:
+        begin: its place in the program.
+    """
+
+    __slots__ = ("_into", "awaited", "begin", "end", "keys", "tokens")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = self.end = begin
+        self.tokens: list[Tensor] = []
+        """The ends of chains of nodes: together they reach all of its links."""
+        self.awaited: list[tuple[int, Way]] = []
+        """How the gradients come that it receives, with their places in the program."""
+        self.keys: set[int] = set()
+        """Of the layers and parameters whose gradients it computes: see :attr:`Core.groups`."""
+        self._into: Segment | None = None
+
+    @property
+    def whole(self) -> Segment:
+        """The segment that this one is a part of by now."""
+        segment = self
+        while segment._into is not None:
+            segment = segment._into
+        return segment
+
+    @property
+    def ways(self) -> tuple[Way | None, ...]:
+        """How the gradients come that its backward waits for, in the order in which it does;
+        ``None`` in front of them if it can begin without.
+        """
+        # The backward runs the latest link first.
+        awaited = sorted(self.awaited, key=itemgetter(0), reverse=True)
+        begins = () if awaited and awaited[0][0] == self.end else (None,)
+        return *begins, *(way for _, way in awaited)
+
+    def take(self, other: Segment) -> None:
+        """Makes another segment a part of this one."""
+        other._into = self
+        self.begin, self.end = min(self.begin, other.begin), max(self.end, other.end)
+        self.tokens += other.tokens
+        self.awaited += other.awaited
+        self.keys |= other.keys
+        other.tokens, other.awaited = [], []
+
+
 class Graph:
     """Values that are connected by their gradients: what one backward goes through, and uses up.
     Every stage has the same graphs; here is what this stage has of one.
@@ -32,31 +80,34 @@ class Graph:
         step: the run and the microbatch that it belongs to.
         used_at: for what has a part in a graph that is used up: the operation or layer that used
             it, and the user's line.
+        is_divided: whether this stage may run its backward in several parts.
     """
 
     __slots__ = (
         "__weakref__",
         "_into",
-        "_latest",
         "has_links",
+        "is_divided",
         "is_used",
+        "segments",
         "step",
         "to_later",
-        "tokens",
         "used_at",
+        "users",
     )
 
-    def __init__(self, step: tuple[int, int], used_at: str = "") -> None:
-        self.step, self.used_at = step, used_at
-        self.tokens: list[Tensor] = []
-        """The ends of chains of nodes: together they reach all of this stage's links."""
+    def __init__(self, step: tuple[int, int], used_at: str = "", is_divided: bool = False) -> None:
+        self.step, self.used_at, self.is_divided = step, used_at, is_divided
+        self.segments: list[Segment] = []
+        """In the order of the program."""
+        self.users: dict[int, Segment] = {}
+        """By the key of a layer or a parameter: the segment that has used it."""
         self.has_links = False
         """Whether any stage has links in it."""
         self.is_used = bool(used_at)
         """Whether a backward has gone through it, or its step is over."""
         self.to_later: ToLater | None = None
         """Of its gradients, those that an earlier stage sends to a later one."""
-        self._latest: tuple[int, Way | None] = -1, None
         self._into: Graph | None = None
 
     @property
@@ -70,22 +121,9 @@ class Graph:
         return graph
 
     @property
-    def first(self) -> Way | None:
-        """How the gradient comes that this stage's backward waits for first; ``None`` if it can
-        begin.
-        """
-        return self._latest[1]
-
-    def add(self, token: Tensor, way: Way, is_received: bool) -> None:
-        """Adds one of this stage's links.
-
-        Args:
-            token: its end of the chain.
-            way: of its gradient.
-            is_received: whether that comes to this stage.
-        """
-        self.tokens.append(token)
-        self._latest = way.serial, way if is_received else None
+    def tokens(self) -> list[Tensor]:
+        """The ends of chains of nodes: together they reach all of this stage's links."""
+        return [token for segment in self.segments for token in segment.tokens]
 
     def join(self, other: Graph) -> Graph:
         """Makes two graphs one; returns it."""
@@ -95,16 +133,41 @@ class Graph:
         other._into = one
         one.has_links |= other.has_links
         one.to_later = _both(one.to_later, other.to_later)
-        one.tokens += other.tokens
-        other.tokens.clear()
-        # The backward runs the latest link first.
-        one._latest = max(one._latest, other._latest, key=itemgetter(0))
+        one.is_divided &= other.is_divided
+        one.segments += other.segments
+        one.segments.sort(key=attrgetter("begin"))
+        other.segments = []
+        for key, segment in other.users.items():
+            one.merge([segment, one.users.setdefault(key, segment)])
+        at = 0
+        while at + 1 < len(one.segments):
+            before, behind = one.segments[at : at + 2]
+            if one.is_divided and before.end < behind.begin:
+                at += 1
+            else:
+                one.merge([before, behind])
         return one
+
+    def keep_whole(self) -> None:
+        """From now on, this stage runs its backward as a whole."""
+        self.is_divided = False
+        if self.segments:
+            self.merge([self.segments[0], self.segments[-1]])
+
+    def merge(self, segments: Iterable[Segment]) -> Segment:
+        """Makes some of its segments, and those between them, one; returns that."""
+        places = [self.segments.index(each.whole) for each in segments]
+        first, *others = self.segments[min(places) : max(places) + 1]
+        for each in others:
+            first.take(each)
+            self.segments.remove(each)
+        return first
 
     def end(self) -> None:
         """A backward has gone through it, or its step is over."""
         self.is_used = True
-        self.tokens.clear()
+        for segment in self.segments:
+            segment.tokens.clear()
 
 
 class Graphs:
@@ -117,6 +180,12 @@ class Graphs:
 
     def __init__(self, step: tuple[int, int], device: torch.device) -> None:
         self._step, self._device = step, device
+        self.is_divided = False
+        """Whether this stage may run backwards in several parts."""
+        self.segment: Segment | None = None
+        """That of what the present call, of this stage, returns."""
+        # Counts links and segments.
+        self._place = 0
         self._graphs: list[weakref.ref[Graph]] = []
         self.sends = False
         """Whether any gradient leaves this stage."""
@@ -145,13 +214,22 @@ class Graphs:
         self._graphs.clear()
         self._token = None
 
+    def keep_whole(self) -> None:
+        """From now on, this stage runs backwards as a whole: what hooks see keeps its order."""
+        self.is_divided = False
+        for each in self._graphs:
+            if (graph := each()) is not None:
+                graph.whole.keep_whole()
+
     def new_graph(self) -> Graph:
         """A graph of nothing so far."""
-        graph = Graph(self._step)
+        graph = Graph(self._step, is_divided=self.is_divided)
         self._graphs.append(weakref.ref(graph))
         return graph
 
-    def joined(self, call: Call, accounts: Mapping[Tensor, Account]) -> Graph:
+    def joined(
+        self, call: Call, accounts: Mapping[Tensor, Account], keys: Iterable[int] | None
+    ) -> Graph:
         """The graph of what a call returns that needs a gradient: those of what it uses, which it
         makes one. A leaf that no other stage has used is in none: its gradients are summed where it
         is, by as many backwards as there are.
@@ -159,6 +237,8 @@ class Graphs:
         Args:
             call: the call.
             accounts: of parameters.
+            keys: of its layer and its parameters, if this stage runs it, and may run its backward
+                in parts: see :attr:`Segment.keys`.
         """
         tensors = call.arguments.tensors
         used = range(len(tensors)) if call.contract is None else call.contract.used
@@ -166,6 +246,7 @@ class Graphs:
         candidates = [tensors[at] for at in used]
         if call.parameters:
             candidates += [x for _, x in call.parameters]
+        self.segment, segments = None, []
         for tensor in candidates:
             account = tensor.account if type(tensor) is Value else accounts.get(tensor)
             if account is None or account.graph is None or not account.requires_grad:
@@ -175,7 +256,59 @@ class Graphs:
                 return Graph(self._step, graph.used_at or f"`{call.label}` ({user_line()})")
             if found is not graph:
                 found = graph if found is None else found.join(graph)
-        return found or self.new_graph()
+            if keys is not None and account.segment is not None:
+                segments.append(account.segment)
+        found = found or self.new_graph()
+        if keys is not None:
+            self.segment = self._used(found, keys, segments)
+        return found
+
+    def _used(self, graph: Graph, keys: Iterable[int], segments: list[Segment]) -> Segment:
+        """The segment of a use of layers and parameters, by their keys, and of values in these
+        segments.
+        """
+        known = [*segments, *(graph.users[key] for key in keys if key in graph.users)]
+        segment = graph.merge(known) if known else self.new_segment(graph)
+        segment.keys.update(keys)
+        graph.users.update(dict.fromkeys(keys, segment))
+        return segment
+
+    def new_segment(self, graph: Graph) -> Segment:
+        """A segment of nothing so far; the only one of a graph that is not divided."""
+        if not graph.segments or graph.is_divided:
+            self._place += 1
+            graph.segments.append(Segment(self._place))
+        return graph.segments[-1]
+
+    def segment_of(self, graph: Graph, account: Account, keys: Iterable[int]) -> Segment:
+        """The segment of a value's next link.
+
+        Args:
+            graph: the value's.
+            account: of the value.
+            keys: of a parameter.
+        """
+        if not graph.is_divided:
+            return self.new_segment(graph)
+        if account.segment is None:
+            return self._used(graph, keys, [])
+        # A link of an earlier one lies behind those of the later ones.
+        return graph.merge([account.segment, graph.segments[-1]])
+
+    def add(self, segment: Segment, token: Tensor, way: Way, is_received: bool) -> None:
+        """Adds one of this stage's links.
+
+        Args:
+            segment: to which it is added.
+            token: its end of the chain.
+            way: of its gradient.
+            is_received: whether that comes to this stage.
+        """
+        self._place += 1
+        segment.tokens.append(token)
+        segment.end = self._place
+        if is_received:
+            segment.awaited.append((self._place, way))
 
     def is_used(self, account: Account) -> bool:
         """Whether a backward has gone through the graph of a value, or its step is over."""
@@ -214,10 +347,10 @@ class Graphs:
         """The leaf that all of this stage's links lead to; ``None`` if it sends no gradients."""
         return self._token if self.sends else None
 
-    def token_of(self, graph: Graph) -> Tensor:
-        """Returns the token that the graph's next link takes as its input."""
-        if graph.tokens:
-            return graph.tokens.pop()
+    def token_of(self, segment: Segment) -> Tensor:
+        """Returns the token that the next link of a segment takes as its input."""
+        if segment.tokens:
+            return segment.tokens.pop()
         if self._token is None:
             self._token = torch.zeros((), device=self._device, requires_grad=True)
         return self._token

@@ -102,6 +102,7 @@ class _LayerBackwardHook:
     def setup_input_hook(self, args: Any) -> Any:
         """Returns the arguments: the layer's call connects the hooks to them."""
         self._microbatch.core.backward_hooks[self._number] = self._hooks
+        self._microbatch.graphs.keep_whole()
         return args
 
     def setup_output_hook(self, result: Any) -> Any:

@@ -38,7 +38,6 @@ from lightning_pipeshift.values.value import (
 
 if TYPE_CHECKING:
     from lightning_pipeshift.values.core import Core
-    from lightning_pipeshift.values.weight_gradients import PutOff
 # Functions whose results' shapes depend on floats.
 _SHAPED_BY_FLOATS = frozenset({functional.interpolate})
 
@@ -72,8 +71,6 @@ class Microbatch(Calls):
         asked for. What changes them by other means than operations has to set it to ``None``."""
         self.sets_gradients = False
         """Whether user code has replaced a gradient."""
-        self.put_off: PutOff | None = None
-        """Runs a backward, of which it may leave a part for later; ``None``: torch runs it."""
         self.recomputes = False
         """Whether layers are run again by the backward, in place of what they would keep."""
         self.timer: Timer | None = None

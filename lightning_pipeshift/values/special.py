@@ -198,6 +198,7 @@ def _register_hook(microbatch: Microbatch, tensor: Tensor, hook: Callable[[Any],
     def defined(gradient: Tensor | None) -> Any:
         return None if gradient is None else hook(gradient)
 
+    microbatch.graphs.keep_whole()
     with without_torch_function_of_subclasses():
         here = microbatch.owned(tensor)
         if here is None and tensor.requires_grad:
@@ -250,7 +251,7 @@ def _set_data(microbatch: Microbatch, tensor: Tensor, data: Tensor) -> None:
     plain = microbatch.bring(data, before.owner, False, "data")
     held = before.tensor if microbatch.stage == before.owner else None
     account = microbatch.new_account(before.owner, before.requires_grad, held, source.memory)
-    account.graph, account.layer = before.graph, source.layer
+    account.graph, account.segment, account.layer = before.graph, before.segment, source.layer
     if held is not None:
         assert plain is not None
         # What is on its way must not change.

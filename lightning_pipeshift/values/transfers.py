@@ -148,7 +148,7 @@ class Transfers(NotedProgram):
             self._begin_parameter(tensor, account)
             if account.graph is not None:
                 account.graph.whole.end()
-                account.graph = None
+                account.graph = account.segment = None
 
     # --- bytes ---
 
@@ -195,7 +195,7 @@ class Transfers(NotedProgram):
             self._require_as_sent(account, label)
         if with_gradient and account.requires_grad and not self.graphs.is_used(account):
             if account.last != stage:
-                self._lead_chain(account, stage, label)
+                self._lead_chain(account, tensor, stage, label)
             return account.link if self.stage == stage else None
         found = account.tensor if self.stage == stage else None
         if found is not None and account.requires_grad and account.owner != stage:
@@ -235,8 +235,8 @@ class Transfers(NotedProgram):
                 " Let the layer return a copy (`self.state.clone()`)."
             )
 
-    def _lead_chain(self, account: Account, stage: int, label: str) -> None:
-        """Leads the chain of a value's consumers to another stage."""
+    def _lead_chain(self, account: Account, tensor: Tensor, stage: int, label: str) -> None:
+        """Leads the chain of the consumers of a value or parameter to another stage."""
         last, account.last = account.last, stage
         account.has_left = True
         account.memory.has_returned |= stage == account.owner
@@ -248,16 +248,21 @@ class Transfers(NotedProgram):
         if self.stage not in (last, stage):
             return
         way = Way(self, stage, serial, self.place(label), last)
-        token = self.graphs.token_of(graph)
+        graphs = self.graphs
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
-                token = gradient_from_later(token, account.link, way)
+                keys = () if account.memory.of is None else (self.core.group_of(tensor),)
+                segment = graphs.segment_of(graph, account, keys)
+                token = gradient_from_later(graphs.token_of(segment), account.link, way)
             else:
                 assert account.tensor is not None
-                self.graphs.sends = True
+                graphs.sends = True
+                segment = graphs.new_segment(graph)
+                token = graphs.token_of(segment)
                 token, account.link = gradient_to_earlier(token, account.tensor, way)
-        graph.add(token, way, is_received=self.stage == last)
+                account.segment = segment if graph.is_divided else None
+        graphs.add(segment, token, way, is_received=self.stage == last)
 
     def enter(self, tensor: Tensor, stage: int, label: str) -> Tensor | None:
         """Uses a common tensor with its gradient at one stage; each has the gradient then.
@@ -273,17 +278,21 @@ class Transfers(NotedProgram):
         key, place = self._key(stage, Kind.GRADIENT), self.place(label)
         others = [at for at in range(self.mailbox.num_stages) if at != stage]
         graph = self.graphs.entered = self.graphs.entered or self.graphs.new_graph()
+        # Several segments may lead to the tensor.
+        graph.keep_whole()
         self.graphs.begin(graph, stage, max(others), label)
-        token, link = self.graphs.token_of(graph), None
+        segment, link = self.graphs.new_segment(graph), None
+        token = self.graphs.token_of(segment)
         with without_torch_function_of_subclasses():
             if self.stage == stage:
                 ways = [Way(self, stage, key.serial, place, to) for to in others]
                 self.graphs.sends = True
                 token, link = gradient_to_all(token, tensor, ways)
-                graph.add(token, ways[0], is_received=False)
+                self.graphs.add(segment, token, ways[0], is_received=False)
             else:
                 way = Way(self, stage, key.serial, place, self.stage)
-                graph.add(gradient_from_later(token, tensor, way), way, is_received=True)
+                token = gradient_from_later(token, tensor, way)
+                self.graphs.add(segment, token, way, is_received=True)
         return link
 
     def new_account(

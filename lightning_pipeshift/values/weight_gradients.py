@@ -8,7 +8,7 @@ first, and a stage computes the others where it would be idle.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,10 +23,6 @@ from lightning_pipeshift.compat.weight_products import (
     Weights,
     computing,
 )
-
-PutOff = Callable[[Sequence[Tensor], Sequence[Tensor | None]], None]
-"""Runs a backward, given where it begins, and the gradients there; it may leave a part for later.
-"""
 
 
 class Division(NamedTuple):

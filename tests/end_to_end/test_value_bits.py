@@ -559,6 +559,8 @@ NAMES: dict[tuple[int, str], list[str]] = {
     (2, "1f1b"): some(list(CASES)[1:], 14),
     (3, "1f1b"): list(CASES),
     (3, "zb-h1"): [*some(list(CASES)[2:], 14), "goes back itself"],
+    (2, "interleaved_1f1b"): some(list(CASES)[3:], 6),
+    (3, "interleaved_1f1b"): [*some(list(CASES)[4:], 6), "goes back itself"],
 }
 """The cases that run on a number of stages by a schedule; with 0 stages, in plain Lightning."""
 
@@ -595,16 +597,20 @@ def test_the_first_rank_of_each_virtual_machine_logs() -> None:
     assert all(each == found[0] for each in found)
 
 
-def test_weights_gradients_that_come_later_have_the_same_sums_over_virtual_machines() -> None:
+@pytest.mark.parametrize("schedule", ["zb-h1", "interleaved_1f1b"])
+def test_backwards_in_parts_have_the_same_sums_over_virtual_machines(schedule: str) -> None:
     options = {"partition": "uniform", "virtual_machines": 2}
-    whole, later = (
-        run_ranks(run_case, 4, Case(Base, 2), {**options, "schedule": schedule})
-        for schedule in ("1f1b", "zb-h1")
+    whole, parts = (
+        run_ranks(run_case, 4, Case(Base, 2), {**options, "schedule": name})
+        for name in ("1f1b", schedule)
     )
-    for one, other in zip(whole, later, strict=True):
-        held = {name: x for name, x in one.parameters.items() if not x.is_meta}
-        assert held
-        assert all(torch.equal(x, other.parameters[name]) for name, x in held.items())
+    expected, found = (
+        {name: x for each in ranks for name, x in each.parameters.items() if not x.is_meta}
+        for ranks in (whole, parts)
+    )
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
+    for one, other in zip(whole, parts, strict=True):
         assert one.metrics == other.metrics
 
 

@@ -29,7 +29,8 @@ def workload_of(
     Args:
         profile: of the model.
         cluster: the machines.
-        ranks: the virtual machine's, in stage order.
+        ranks: the virtual machine's, in stage order; those of stages with several chunks of layers
+            come once for each, and so have a part of their memory for each.
         schedule: by name.
         microbatches: of a step.
         samples: of a microbatch, on average; those of the profile's batch if ``None``. Times and
@@ -85,7 +86,7 @@ def workload_of(
         momentary_bytes=momentary_bytes(layers["working_bytes"], gradients, sizes[0] * share),
         payload_bytes=np.array([*across[0, :-1], 0.0]),
         shared_bytes=profile.shared_bytes,
-        usable_bytes=np.array([device.usable_bytes for device in devices]),
+        usable_bytes=np.array([cluster.devices[x].usable_bytes / ranks.count(x) for x in ranks]),
         schedule=schedule,
         microbatches=microbatches,
         sizes=sizes,

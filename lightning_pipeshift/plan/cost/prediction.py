@@ -52,7 +52,7 @@ class Pipelines:
     Args:
         profile: of the model.
         cluster: the machines.
-        ranks: of each virtual machine, in stage order.
+        ranks: of each virtual machine, in stage order: see :func:`workload_of`.
         workloads: one for each virtual machine; if several share a NIC, made with the links
             that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
         cuts: one for each of them.
@@ -96,7 +96,10 @@ class Pipelines:
             costs=tuple(costs for costs, _ in found),
             step_seconds=summed + late + self.seconds_between,
             exposed_seconds=summed - computed,
-            memory_bytes=tuple(footprint.peak_bytes for footprint in footprints),
+            memory_bytes=tuple(
+                tuple(_of_ranks(machine, footprint.peak_bytes).values())
+                for machine, footprint in zip(self.ranks, footprints, strict=True)
+            ),
         )
 
     @property
@@ -167,7 +170,7 @@ class Pipelines:
         most = max(
             num_bytes / self.cluster.devices[rank].speed
             for machine, cut in zip(self.ranks, self.cuts, strict=True)
-            for rank, num_bytes in zip(machine, held[cut], strict=True)
+            for rank, num_bytes in _of_ranks(machine, held[cut]).items()
         )
         return self.profile.step_seconds + self.profile.optimizer_seconds_per_byte * most
 
@@ -221,6 +224,14 @@ class Pipelines:
             return []
         last = np.maximum.reduce(ready).tolist()
         return self._rings.ends(self.gradient_bytes, last)
+
+
+def _of_ranks(ranks: Sequence[int], of_stages: Sequence[float]) -> dict[int, float]:
+    """The sums over the chunks of layers of each rank."""
+    found = dict.fromkeys(ranks, 0.0)
+    for rank, each in zip(ranks, of_stages, strict=True):
+        found[rank] += each
+    return found
 
 
 def _bounds(cut: Cut) -> list[tuple[int, int]]:

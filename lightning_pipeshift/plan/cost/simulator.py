@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Schedule, num_chunks_of
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -133,7 +133,7 @@ class TimedRow:
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """The times of a step's actions, or of an asynchronous pipeline from filling to draining. All
-    tuples are per stage.
+    tuples are per stage; of stages with several chunks of layers, for each stage of each chunk.
     """
 
     computed: tuple[TimedRow, ...]
@@ -160,6 +160,14 @@ class Timeline:
         """The sends."""
         return tuple(row.spans for row in self.sent)
 
+    def rows_of(self, num_stages: int) -> list[tuple[Span, ...]]:
+        """The compute actions of each stage, of all of its chunks of layers."""
+        found = []
+        for stage in range(num_stages):
+            spans = [span for row in self.rows[stage::num_stages] for span in row]
+            found.append(tuple(sorted(spans, key=lambda span: span.start)))
+        return found
+
     @property
     def is_one_step(self) -> bool:
         """Whether it is a step, and not many minibatches of an asynchronous pipeline."""
@@ -185,7 +193,8 @@ class _Waves(NamedTuple):
     ends: NDArray[np.intp]
     """The last compute action of each stage."""
     members: list[list[tuple[Actions, NDArray[np.intp]]]]
-    """The compute actions of each stage in their order, and its sends; with their steps."""
+    """The compute actions of each stage, or of each of its chunks, in their order, and its sends;
+    with their steps."""
 
 
 class Clock:
@@ -212,8 +221,16 @@ class Clock:
         self.schedule = schedule
         self.is_endless = is_endless
         self.num_larger = num_larger
-        self.num_stages = len(schedule)
-        self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
+        self.num_chunks = num_chunks_of(schedule)
+        self.num_stages = len(schedule) * self.num_chunks
+        """Of costs: a stage with several chunks of layers counts once for each, behind all stages
+        of the chunk before."""
+        chunks = [
+            [action for action in row if action.chunk == chunk]
+            for chunk in range(self.num_chunks)
+            for row in schedule
+        ]
+        self.peak_in_flight = tuple(map(_peak_in_flight, chunks))
         self._puts_off = any(map(_leaves_weights, schedule))
         self._order = order
 
@@ -227,27 +244,30 @@ class Clock:
         by_stage, by_boundary = sizes * self.num_stages, sizes * (self.num_stages - 1)
         first_row = np.cumsum([0, by_stage, by_stage, by_boundary, by_boundary, by_stage]).tolist()
         needs, waves, rows = [(0, 0)], [0], [0]
-        members: list[list[list[int]]] = [[[] for _ in self.schedule] for _ in range(2)]
-        actions: list[list[list[Action]]] = [[[] for _ in self.schedule] for _ in range(2)]
+        counts, each = (len(self.schedule), self.num_chunks), range(self.num_stages)
+        members: list[list[list[int]]] = [[[] for _ in each] for _ in range(2)]
+        actions: list[list[list[Action]]] = [[[] for _ in each] for _ in range(2)]
         for stage, index in self._order:
             action = self.schedule[stage][index]
+            own = action.chunk * len(self.schedule) + stage
             is_smaller = self.num_larger is not None and action.microbatch >= self.num_larger
             before, number = last.get((stage,), 0), len(needs)
             if action.kind.is_compute:
-                received = action.receive_needed(stage, self.num_stages)
+                received = action.receive_needed(stage, *counts)
                 need = (before, arrived[stage, received] if received else 0)
-                entry = stage + is_smaller * self.num_stages
+                entry = own + is_smaller * self.num_stages
                 last[stage,] = number
-            elif action.kind.is_send and (there := action.counterpart(stage, self.num_stages)):
+            elif action.kind.is_send and (there := action.counterpart(stage, *counts)):
                 link = stage, there[0]
                 need = (before, last.get(link, 0))
                 # The boundary between stages b and b + 1 is number b.
-                entry = min(link) + is_smaller * (self.num_stages - 1)
+                other = there[1].chunk * len(self.schedule) + there[0]
+                entry = min(own, other) + is_smaller * (self.num_stages - 1)
                 last[link] = arrived[there] = number
             else:
                 continue
-            members[action.kind.is_send][stage].append(number)
-            actions[action.kind.is_send][stage].append(action)
+            members[action.kind.is_send][own].append(number)
+            actions[action.kind.is_send][own].append(action)
             needs.append(need)
             waves.append(1 + max(waves[need[0]], waves[need[1]]))
             rows.append(first_row[_COLUMN[action.kind]] + entry)
@@ -261,7 +281,7 @@ class Clock:
             rows=np.array(rows)[order[1:]],
             each=[(wave, one[wave], other[wave]) for wave in slices],
             widest=max((wave.stop - wave.start for wave in slices), default=0),
-            ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
+            ends=place[[last.get((stage,), 0) for stage in range(len(self.schedule))]],
             members=[
                 [
                     (Actions(row), place[np.array(numbers, dtype=np.intp)])
@@ -385,6 +405,9 @@ def simulate(schedule: Schedule | Clock, costs: Costs, *smaller: Costs) -> Timel
         )
     computed, sent, busy = timed.rows_of(columns(costs, *smaller))
     step_seconds = end_seconds = max(float(row.ends[-1]) if row else 0.0 for row in computed)
+    # A stage computes one chunk at a time.
+    num_stages = len(timed.schedule)
+    busy = [math.fsum(busy[at % num_stages :: num_stages]) for at in range(len(busy))]
     if timed.is_endless:
         step_seconds = float(steady_pace(columns(costs)))
         num_minibatches = sum(action.kind is Kind.FORWARD for action in computed[0].actions)
@@ -417,7 +440,7 @@ def columns(*costs: Costs) -> tuple[tuple[float, ...], ...]:
     return tuple(sum(fields, ()) for fields in zip(*by_size, strict=True))
 
 
-def _peak_in_flight(row: Row) -> int:
+def _peak_in_flight(row: Sequence[Action]) -> int:
     if not any(action.kind is Kind.BACKWARD for action in row):
         return 0
     in_flight = peak = 0
@@ -429,6 +452,6 @@ def _peak_in_flight(row: Row) -> int:
     return peak
 
 
-def _leaves_weights(row: Row) -> bool:
+def _leaves_weights(row: Sequence[Action]) -> bool:
     """Whether backwards leave the gradients of weights for later."""
     return any(action.kind is Kind.WEIGHTS for action in row)

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.document.plan_checks import check_plan
 from lightning_pipeshift.plan.document.text_plan import draw
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, num_chunks
 
 FORMAT_VERSION: Final = 1
 """Increased when an older version of the package can no longer read the files of this one."""
@@ -112,6 +112,18 @@ class Plan:
         """Whether the pipeline does not drain between two batches."""
         return self.schedule in ASYNCHRONOUS
 
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether the simulator can time it: each stage has one range of layers, or as many as the
+        schedule has chunks.
+        """
+        machines = range(self.placement.num_virtual_machines)
+        return all(self._chunk_counts(vm) is not None for vm in machines)
+
+    def _chunk_counts(self, vm: int) -> tuple[int, ...] | None:
+        count = num_chunks(self.schedule, self.placement.num_stages(vm))
+        return self.placement.chunk_counts(vm, count)
+
     # Properties of each stage.
 
     def stage_layers(self, vm: int) -> tuple[tuple[LayerRecord, ...], ...]:
@@ -136,7 +148,9 @@ class Plan:
     def cut(self, vm: int) -> Cut:
         """A virtual machine's cut, for the planner."""
         on_host = self.optimizer_on_host_of(vm), self.weights_on_host_of(vm)
-        return Cut(self.placement.counts[vm], self.recomputed(vm), *on_host)
+        counts = self._chunk_counts(vm)
+        assert counts is not None, "see `is_foreseen`"
+        return Cut(counts, self.recomputed(vm), *on_host)
 
     def swapped(self, vm: int) -> tuple[Swap, ...]:
         """The swaps of a virtual machine, and what recomputed layers keep, without the swaps that
@@ -158,7 +172,9 @@ class Plan:
     def stage_forward_seconds(self, vm: int) -> tuple[float, ...]:
         """The seconds of one microbatch's forward on each stage."""
         if self.prediction is not None:
-            return self.prediction.costs[vm].forward_seconds
+            seconds = self.prediction.costs[vm].forward_seconds
+            num_stages = self.placement.num_stages(vm)
+            return tuple(math.fsum(seconds[at::num_stages]) for at in range(num_stages))
         return tuple(
             math.fsum(layer.forward_seconds for layer in stage) for stage in self.stage_layers(vm)
         )
@@ -197,7 +213,15 @@ class Plan:
             costs = self.prediction.costs[vm]
             again = costs.recomputing_stages
             return simulate(clock(self.schedule, costs.num_stages, self.microbatches, again), costs)
-        forward = self.stage_forward_seconds(vm)
+        counts = self._chunk_counts(vm)
+        if counts is None:
+            forward = self.stage_forward_seconds(vm)
+        else:
+            ends = pairwise(accumulate(counts, initial=0))
+            forward = tuple(
+                math.fsum(layer.forward_seconds for layer in self.layers[begin:end])
+                for begin, end in ends
+            )
         free = (0.0,) * (len(forward) - 1)
         costs = Costs(
             forward_seconds=forward,

@@ -14,7 +14,12 @@ from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
-from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES, schedule_named
+from lightning_pipeshift.plan.schedule.schedules import (
+    INTERLEAVED,
+    MOST_MICROBATCHES,
+    num_chunks,
+    schedule_named,
+)
 
 if TYPE_CHECKING:  # A plan checks itself with this module, so this one can't import it.
     from lightning_pipeshift.plan.document.plan import Plan
@@ -84,7 +89,10 @@ def _check_machines(plan: Plan) -> None:
     for name, lengths in (
         ("ranks", [len(ranks) for ranks in plan.ranks]),
         ("kinds", [len(kinds) for kinds in plan.kinds]),
-        ("prediction", [cost.num_stages for cost in costs]),
+        (
+            "prediction",
+            [cost.num_stages // num_chunks(plan.schedule, cost.num_stages) for cost in costs],
+        ),
     ):
         if lengths and lengths != depths:
             raise PlanError(
@@ -104,6 +112,13 @@ def _check_machines(plan: Plan) -> None:
             raise PlanError(
                 f"the field {name!r} is for synchronous schedules: {plan.schedule!r} updates"
                 " the layers after each backward. Omit the field, or choose another 'schedule'"
+            )
+    for name in ("recompute", "swaps", "optimizer_on_host", "weights_on_host"):
+        if any(getattr(plan, name)) and plan.schedule in INTERLEAVED:
+            raise PlanError(
+                f"the field {name!r} is for schedules in which each stage has one range of layers,"
+                f" and the schedule is {plan.schedule!r}. Omit the field, or choose another"
+                " 'schedule'"
             )
     for vm, swaps in enumerate(plan.swaps):
         _check_swaps(plan, vm, swaps, depths[vm])

@@ -55,7 +55,7 @@ def draw(plan: Plan) -> str:
         lines += ["", title, *_stage_table(plan, vms[0]), ""]
         # Steps end together; of minibatches there are always more.
         end_seconds = timeline.end_seconds if plan.is_asynchronous else step_seconds
-        for stage, row in enumerate(timeline.rows):
+        for stage, row in enumerate(timeline.rows_of(plan.placement.num_stages(vms[0]))):
             busy_seconds = timeline.step_seconds - timeline.idle_seconds[stage]
             drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)
             lines.append(line_of(stage, drawing, f"{1 - busy_seconds / step_seconds:4.0%} idle"))
@@ -148,10 +148,11 @@ def _lanes(plan: Plan) -> list[str]:
 def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
     """The virtual machines, grouped by equal cuts: one drawing for each group."""
     groups: dict[Hashable, list[int]] = {}
-    for vm, counts in enumerate(plan.placement.counts):
+    for vm in range(plan.placement.num_virtual_machines):
+        owners = tuple(plan.placement.stages(vm)), plan.placement.num_stages(vm)
         costs = plan.prediction.costs[vm] if plan.prediction is not None else None
         moved = plan.swapped(vm), plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
-        key = counts, plan.recomputed(vm), moved, costs
+        key = owners, plan.recomputed(vm), moved, costs
         groups.setdefault(key, []).append(vm)
     return [tuple(vms) for vms in groups.values()]
 

@@ -70,6 +70,34 @@ class Placement:
         scattered = () if _are_contiguous(owners) else tuple(map(tuple, owners))
         return cls(_counts_of(owners, depths), scattered)
 
+    @classmethod
+    def interleaved(cls, counts: Sequence[Sequence[int]], depths: Sequence[int]) -> Placement:
+        """A placement on stages that have several chunks of layers each.
+
+        Args:
+            counts: for every virtual machine the layers of each stage in chunk 0, then in chunk 1,
+                and so on.
+            depths: the number of stages of each.
+        """
+        owners = [
+            [at % depth for at, count in enumerate(row) for _ in range(count)]
+            for row, depth in zip(counts, depths, strict=True)
+        ]
+        return cls.of(owners, depths)
+
+    def chunk_counts(self, vm: int, num_chunks: int) -> tuple[int, ...] | None:
+        """The inverse of :meth:`interleaved` for one virtual machine; ``None`` where a stage has
+        more chunks of layers.
+        """
+        num_stages, at = self.num_stages(vm), 0
+        counts = [0] * (num_stages * num_chunks)
+        for stage in self.stages(vm):
+            at += (stage - at) % num_stages
+            if at >= len(counts):
+                return None
+            counts[at] += 1
+        return tuple(counts)
+
     @property
     def num_virtual_machines(self) -> int:
         return len(self.counts)

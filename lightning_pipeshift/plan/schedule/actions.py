@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -133,62 +134,77 @@ PROPERTIES: Final = {
 }
 
 # ASCII digits only: int() would also accept the digits of other scripts.
-_TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(>?)")
+_TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(?:\.([0-9]+))?(>?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation of a stage for one microbatch: ``F3``, ``>B0``, ``F3>``."""
+    """One operation of a stage for one microbatch: ``F3``, ``>B0``, ``F3>``.
+
+    Where stages have several chunks of layers, for one of them: ``F3`` for chunk 0, ``F3.1`` for
+    chunk 1.
+    """
 
     kind: Kind
     microbatch: int
+    chunk: int = 0
 
     def __post_init__(self) -> None:
-        if self.microbatch < 0:
+        if self.microbatch < 0 or self.chunk < 0:
             raise ScheduleError(
-                f"an action for microbatch {self.microbatch}; they are counted from 0"
+                f"an action for microbatch {self.microbatch} and chunk {self.chunk}; they are"
+                " counted from 0"
             )
 
     def __str__(self) -> str:
-        mark = self.kind.value
-        if self.kind.is_send:
-            return f"{mark[:-1]}{self.microbatch}>"
-        return f"{mark}{self.microbatch}"
+        mark, of = self.kind.value, f"{self.microbatch}"
+        if self.chunk:
+            of += f".{self.chunk}"
+        return f"{mark[:-1]}{of}>" if self.kind.is_send else f"{mark}{of}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """The inverse of ``str``. Raises ScheduleError for a text that is no action."""
         match = _TEXT.fullmatch(text)
-        mark = match[1] + match[3] if match else ""
+        mark = match[1] + match[4] if match else ""
         kind = next((kind for kind in Kind if kind.value == mark), None)
         if match is None or kind is None:
             known = " ".join(str(cls(kind, 3)) for kind in Kind)
             raise ScheduleError(
                 f"{text!r} is no action; the actions (here of microbatch 3) are: {known}"
             )
-        return cls(kind, int(match[2]))
+        return cls(kind, int(match[2]), int(match[3] or 0))
 
-    def counterpart(self, stage: int, num_stages: int) -> tuple[int, Action] | None:
+    def counterpart(
+        self, stage: int, num_stages: int, num_chunks: int = 1
+    ) -> tuple[int, Action] | None:
         """The other end of a send or receive on ``stage``: its stage, and its receive or send.
-        ``None`` if there is no stage at that end.
+        ``None`` if there is no stage at that end. Behind the last stage of a chunk comes the first
+        one of the next chunk.
         """
         pair = self.kind.properties.pair
         assert pair is not None, f"{self} is no send or receive"
-        there = stage + self.kind.properties.neighbour
-        return (there, Action(pair, self.microbatch)) if 0 <= there < num_stages else None
-
-    def receive_needed(self, stage: int, num_stages: int) -> Action | None:
-        """The receive that this action waits for on ``stage``, if any."""
-        return self._communication(self.kind.properties.needs, stage, num_stages)
-
-    def send_caused(self, stage: int, num_stages: int) -> Action | None:
-        """The send of this action's result on ``stage``, if any."""
-        return self._communication(self.kind.properties.causes, stage, num_stages)
-
-    def _communication(self, kind: Kind | None, stage: int, num_stages: int) -> Action | None:
-        if kind is None or not 0 <= stage + kind.properties.neighbour < num_stages:
+        there = self.chunk * num_stages + stage + self.kind.properties.neighbour
+        if not 0 <= there < num_stages * num_chunks:
             return None
-        return Action(kind, self.microbatch)
+        return there % num_stages, Action(pair, self.microbatch, there // num_stages)
+
+    def receive_needed(self, stage: int, num_stages: int, num_chunks: int = 1) -> Action | None:
+        """The receive that this action waits for on ``stage``, if any."""
+        return self._communication(self.kind.properties.needs, stage, num_stages, num_chunks)
+
+    def send_caused(self, stage: int, num_stages: int, num_chunks: int = 1) -> Action | None:
+        """The send of this action's result on ``stage``, if any."""
+        return self._communication(self.kind.properties.causes, stage, num_stages, num_chunks)
+
+    def _communication(
+        self, kind: Kind | None, stage: int, num_stages: int, num_chunks: int
+    ) -> Action | None:
+        if kind is None:
+            return None
+        there = self.chunk * num_stages + stage + kind.properties.neighbour
+        is_any = 0 <= there < num_stages * num_chunks
+        return Action(kind, self.microbatch, self.chunk) if is_any else None
 
 
 Row = tuple[Action, ...]
@@ -196,6 +212,11 @@ Row = tuple[Action, ...]
 
 Schedule = tuple[Row, ...]
 """The rows of all stages."""
+
+
+def num_chunks_of(schedule: Iterable[Row]) -> int:
+    """How many chunks of layers each stage has."""
+    return 1 + max((action.chunk for row in schedule for action in row), default=0)
 
 
 def parse_row(text: str) -> Row:

@@ -23,7 +23,7 @@ that cause them. So the orders agree if two neighbours run their forwards in the
 their backwards in the same order. ``check`` proves that for a schedule.
 """
 
-from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule, num_chunks_of
 
 
 def with_communication(schedule: Schedule) -> Schedule:
@@ -31,15 +31,16 @@ def with_communication(schedule: Schedule) -> Schedule:
 
     Expects compute actions only. The schedule of a single stage is returned unchanged.
     """
-    return tuple(_communicating(row, stage, len(schedule)) for stage, row in enumerate(schedule))
+    counts = len(schedule), num_chunks_of(schedule)
+    return tuple(_communicating(row, stage, *counts) for stage, row in enumerate(schedule))
 
 
-def _communicating(row: Row, stage: int, num_stages: int) -> Row:
-    receives = [action.receive_needed(stage, num_stages) for action in row]
+def _communicating(row: Row, stage: int, num_stages: int, num_chunks: int) -> Row:
+    receives = [action.receive_needed(stage, num_stages, num_chunks) for action in row]
     # No action precedes the first one, so its receive is at the row's start, before the second's.
     lowered: list[Action | None] = receives[:1]
     for action, next_receive in zip(row, [*receives, None][1:], strict=True):
-        send = action.send_caused(stage, num_stages)
+        send = action.send_caused(stage, num_stages, num_chunks)
         depends = next_receive is not None and next_receive.microbatch == action.microbatch
         lowered += [action, send, next_receive] if depends else [next_receive, action, send]
     return tuple(action for action in lowered if action is not None)

@@ -1,6 +1,6 @@
 """Runs a schedule without a clock: finds a possible order of its actions, and how far it gets."""
 
-from lightning_pipeshift.plan.schedule.actions import Action, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Schedule, num_chunks_of
 
 
 def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
@@ -10,7 +10,7 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
     send has happened. If the schedule deadlocks, the order ends there: it is shorter than the
     schedule.
     """
-    num_stages = len(schedule)
+    counts = len(schedule), num_chunks_of(schedule)
     positions = [0] * len(schedule)
     delivered: set[tuple[int, Action]] = set()
     order: list[tuple[int, int]] = []
@@ -20,10 +20,10 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
         for stage, row in enumerate(schedule):
             while positions[stage] < len(row):
                 action = row[positions[stage]]
-                needed = action.receive_needed(stage, num_stages)
+                needed = action.receive_needed(stage, *counts)
                 if needed is not None and (stage, needed) not in delivered:
                     break
-                if action.kind.is_send and (there := action.counterpart(stage, num_stages)):
+                if action.kind.is_send and (there := action.counterpart(stage, *counts)):
                     delivered.add(there)
                 order.append((stage, positions[stage]))
                 positions[stage] += 1

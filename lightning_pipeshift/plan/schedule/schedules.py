@@ -10,8 +10,9 @@ associative: one order everywhere is what makes the schedules bitwise equal to e
 one device that runs the microbatches one after another.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Final
 
 from lightning_pipeshift.errors import ScheduleError
@@ -20,6 +21,10 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedul
 
 _FEWEST_SIMULATED: Final = 8
 """Of an asynchronous pipeline's minibatches: enough for a drawing."""
+
+NUM_CHUNKS: Final = 2
+"""Of layers on each stage of an interleaved schedule: with more of them, messages cost more than
+what is gained."""
 
 MOST_MICROBATCHES: Final = 10_000
 """More than any batch is split into; the cost of a simulation grows with their number."""
@@ -104,6 +109,38 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     return tuple(rows)
 
 
+def interleaved_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B on stages that have several chunks of layers each: the pipeline is full sooner.
+
+    Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021,
+    section 2.2; here for any number of microbatches.
+
+    ::
+
+        stage 0   F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3
+        stage 1   F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3
+
+    The layers of chunk 1 follow those of chunk 0 of all stages. Stage s holds tensors of up to
+    ``3 num_stages - 2 s - 1`` forwards of a chunk: the price is memory, and more messages.
+    """
+    _require_counts(num_stages, num_microbatches)
+    if num_stages == 1:
+        return one_forward_one_backward(num_stages, num_microbatches)
+    chunks = range(NUM_CHUNKS)
+    # Whole groups of microbatches, of which some may be none.
+    groups = [range(first, first + num_stages) for first in range(0, num_microbatches, num_stages)]
+    forwards, backwards = (
+        [Action(kind, number, chunk) for group in groups for chunk in order for number in group]
+        for kind, order in ((Kind.FORWARD, chunks), (Kind.BACKWARD, chunks[::-1]))
+    )
+    rows = []
+    for stage in range(num_stages):
+        num_warm_up = 2 * (num_stages - stage - 1) + (NUM_CHUNKS - 1) * num_stages + 1
+        row = _alternating(forwards, backwards, num_warm_up)
+        rows.append(tuple(action for action in row if action.microbatch < num_microbatches))
+    return tuple(rows)
+
+
 def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], int]) -> Schedule:
     """Fill the pipeline with ``in_flight(num_stages - stage)`` forwards, then take turns."""
     _require_counts(num_stages, num_microbatches)
@@ -111,13 +148,18 @@ def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], 
     backwards = _actions(Kind.BACKWARD, num_microbatches)
     rows = []
     for stage in range(num_stages):
-        num_warm_up = min(in_flight(num_stages - stage), num_microbatches)
-        row = list(forwards[:num_warm_up])
-        for microbatch, backward in enumerate(backwards):
-            row.append(backward)
-            row.extend(forwards[num_warm_up + microbatch :][:1])
-        rows.append(tuple(row))
+        rows.append(tuple(_alternating(forwards, backwards, in_flight(num_stages - stage))))
     return tuple(rows)
+
+
+def _alternating(
+    forwards: Sequence[Action], backwards: Sequence[Action], num_warm_up: int
+) -> list[Action]:
+    """Some forwards, and then a backward and a forward in turn."""
+    row = list(forwards[:num_warm_up])
+    for backward, forward in zip_longest(backwards, forwards[num_warm_up:]):
+        row += [backward] if forward is None else [backward, forward]
+    return row
 
 
 def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -157,6 +199,9 @@ def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> fro
     """
     if name in ASYNCHRONOUS:
         return frozenset(range(num_stages - 1))
+    if num_chunks(name, num_stages) > 1:
+        # Backwards run layers again in their middle.
+        return frozenset()
     schedule = schedule_named(name)(num_stages, num_microbatches)
     everywhere = with_recomputation(schedule, range(num_stages))
     return frozenset(
@@ -178,6 +223,11 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     return (_actions(Kind.FORWARD, num_microbatches),) * num_stages
 
 
+def num_chunks(name: str, num_stages: int) -> int:
+    """How many chunks of layers each of several stages has in a schedule."""
+    return NUM_CHUNKS if name in INTERLEAVED and num_stages > 1 else 1
+
+
 ScheduleFunction = Callable[[int, int], Schedule]
 
 SYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
@@ -185,8 +235,12 @@ SYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
     "1f1b": one_forward_one_backward,
     "eager_1f1b": eager_one_forward_one_backward,
     "zb-h1": zero_bubble_h1,
+    "interleaved_1f1b": interleaved_one_forward_one_backward,
 }
 """The schedules of one step, which ends with the optimizer's. All have the same result."""
+
+INTERLEAVED: Final = frozenset({"interleaved_1f1b"})
+"""Those in which a stage has several chunks of layers."""
 
 ASYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
     "async": one_forward_one_backward,
@@ -211,10 +265,15 @@ def schedule_named(name: str) -> ScheduleFunction:
 def simulated_rows(name: str, num_stages: int, num_microbatches: int) -> Schedule:
     """The rows from which a schedule's time and memory are predicted: those of a step, or of
     enough minibatches to fill an asynchronous pipeline, keep it full and drain it.
+
+    Args:
+        name: of the schedule.
+        num_stages: a stage with several chunks of layers counts once for each.
+        num_microbatches: of a step.
     """
     if name in ASYNCHRONOUS:
         num_microbatches = max(_FEWEST_SIMULATED, 3 * num_stages)
-    return schedule_named(name)(num_stages, num_microbatches)
+    return schedule_named(name)(num_stages // num_chunks(name, num_stages), num_microbatches)
 
 
 def _actions(kind: Kind, num_microbatches: int) -> Row:

@@ -16,6 +16,7 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.plan.schedule.schedules import num_chunks
 from lightning_pipeshift.plan.search.problem import Problem
 from lightning_pipeshift.plan.search.request import Arrangement
 
@@ -72,7 +73,9 @@ class Measured:
                 LayerRecord(layer.name, layer.parameter_bytes, seconds, layer.payload_bytes)
                 for layer, seconds in zip(self.profile.layers, first.forward, strict=True)
             ),
-            placement=Placement(tuple(cut.counts for cut in cuts)),
+            placement=Placement.interleaved(
+                [cut.counts for cut in cuts], list(map(len, self.ranks))
+            ),
             schedule=schedule,
             microbatches=microbatches,
             recompute=of_each("recompute"),
@@ -102,7 +105,8 @@ class Measured:
         """
         profile, cluster = self.profile, self.cluster
         found = []
-        for ranks in self.ranks:
+        for machine in self.ranks:
+            ranks = (*machine,) * num_chunks(schedule, len(machine))
             workload = workload_of(profile, cluster, ranks, schedule, microbatches)
             found.append(Problem.of(profile, workload, cluster, ranks, policy, recompute))
         return found
@@ -225,7 +229,10 @@ class Measured:
         return float(held - sum(workload.waiting_bytes[n] for n in layers if n in waiting))
 
     def _pipelines(self, plan: Plan) -> Pipelines:
-        ranks, how = self.ranks_of(plan), (plan.schedule, plan.microbatches)
+        how = plan.schedule, plan.microbatches
+        ranks = [
+            (*machine,) * num_chunks(plan.schedule, len(machine)) for machine in self.ranks_of(plan)
+        ]
         workloads = [workload_of(self.profile, self.cluster, machine, *how) for machine in ranks]
         cuts = [plan.cut(vm) for vm in range(len(ranks))]
         return Pipelines(self.profile, self.cluster, ranks, workloads, cuts)

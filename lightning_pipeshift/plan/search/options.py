@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
+    INTERLEAVED,
     MOST_MICROBATCHES,
     schedule_named,
 )
@@ -73,11 +74,26 @@ class Options(Communication):
                 " asynchronous pipeline has several batches in flight, and splits none of them."
                 " Remove `microbatches`, or set it to 1."
             )
+        if self.plan is None and self.schedule in INTERLEAVED:
+            self._check_interleaved()
         if self.plan is not None:
             object.__setattr__(self, "schedule", self.plan.schedule)
         if self.plan is not None and self.plan.batch_shares:
             object.__setattr__(self, "batch_shares", list(self.plan.batch_shares))
         self._check_first_rank()
+
+    def _check_interleaved(self) -> None:
+        for name, what in (
+            ("recompute", "full"),
+            ("virtual_machines", "auto"),
+            ("microbatches", "auto"),
+        ):
+            if getattr(self, name) == what:
+                raise ConfigurationError(
+                    f"schedule={self.schedule!r} and {name}={what!r}: that is for schedules in"
+                    " which each stage has one range of layers. Leave it out, or use"
+                    " schedule='1f1b'."
+                )
 
     def _check_first_rank(self) -> None:
         """What the first rank decides travels down an asynchronous pipeline from its first stage
@@ -117,7 +133,8 @@ class Options(Communication):
         """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
         of an asynchronous schedule follow each other from the first rank on.
         """
-        return self.is_free and self.named_ranks is None and not self.is_asynchronous
+        is_searched = not self.is_asynchronous and self.schedule not in INTERLEAVED
+        return self.is_free and self.named_ranks is None and is_searched
 
     @property
     def leaves_numbers(self) -> bool:

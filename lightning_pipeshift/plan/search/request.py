@@ -13,7 +13,7 @@ from lightning_pipeshift.plan.inputs.effort import USUAL, Effort
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
-from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, INTERLEAVED
 from lightning_pipeshift.plan.search.groupings import Groups
 
 
@@ -71,6 +71,12 @@ class PlanRequest:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
+        if self.schedule in INTERLEAVED:
+            raise PlanError(
+                f"schedule={self.schedule!r}: the planner does not choose devices for stages with"
+                " several ranges of layers. Use another schedule, or let a run with this one choose"
+                " the layers of each stage (`partition='auto'`)"
+            )
         if self.schedule in ASYNCHRONOUS:
             if self.microbatches not in ("auto", 1):
                 raise PlanError(

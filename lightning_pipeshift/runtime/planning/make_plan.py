@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.model.saved.layer import NamedLayer
 from lightning_pipeshift.plan.cost.workload import Sharers
 from lightning_pipeshift.plan.document.plan import Plan
@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
+from lightning_pipeshift.plan.schedule.schedules import INTERLEAVED, num_chunks
 from lightning_pipeshift.plan.search.cut_search import best_split
 from lightning_pipeshift.plan.search.given_partition import resolve
 from lightning_pipeshift.plan.search.measurements import Measured
@@ -81,7 +82,15 @@ class Settings(Options):
         )
 
     def check(self, gates: Sequence[NamedLayer], stages_per_vm: tuple[int, ...]) -> None:
-        """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
+        """Raises PartitionError or PlanError where the model's layers and the stages do not fit,
+        and ConfigurationError where the schedule and other settings do not.
+        """
+        if self.memory is not None and self.schedule in INTERLEAVED:
+            raise ConfigurationError(
+                f"schedule={self.schedule!r} and `MemoryCompression`: what moves saved tensors"
+                " knows one range of layers for each stage. Remove the plugin, or use"
+                " schedule='1f1b'."
+            )
         if self.plan is not None:
             self.plan.require_layers([gate.name for gate in gates])
             planned = tuple(map(len, self.plan.placement.counts))
@@ -105,7 +114,14 @@ class Settings(Options):
         else:
             require_equal_depths(self.schedule, stages_per_vm)
             names = [gate.name for gate in gates]
-            resolve(self.partition, num_layers=len(names), stages_per_vm=stages_per_vm, names=names)
+            counted = self.counted(stages_per_vm)
+            resolve(self.partition, num_layers=len(names), stages_per_vm=counted, names=names)
+
+    def counted(self, stages_per_vm: tuple[int, ...]) -> tuple[int, ...]:
+        """For how many numbers of layers ``partition`` asks on each virtual machine: one for each
+        chunk of layers on each stage.
+        """
+        return tuple(depth * num_chunks(self.schedule, depth) for depth in stages_per_vm)
 
     def aggregation(
         self, backend: str, num_owner_sets: int, placement: Placement
@@ -157,20 +173,22 @@ def make_plan(
     if settings.plan is not None:
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
+    counted = settings.counted(topology.stages_per_vm)
     fixed: Sequence[tuple[int, ...]] | None = None
     if settings.partition != "auto" or max(topology.stages_per_vm) == 1:
         fixed = resolve(
             settings.partition,
             num_layers=profile.num_layers,
-            stages_per_vm=topology.stages_per_vm,
+            stages_per_vm=counted,
             idle=idle,
             possible=profile.possible_cuts,
         ).counts
     policy = settings.memory.policy if settings.memory is not None else None
+    recompute = "none" if settings.schedule in INTERLEAVED else settings.recompute
     measured = Measured(profile, cluster, topology.ranks)
     found = []
     for vm, problem in enumerate(
-        measured.problems(settings.schedule, microbatches, policy, settings.recompute)
+        measured.problems(settings.schedule, microbatches, policy, recompute)
     ):
         if current is not None and settings.is_asynchronous:
             sharers = sharers_of(profile, current.placement.stages(vm))

@@ -245,7 +245,7 @@ class Replanning:
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""
-        if plan.placement.owners:
+        if not plan.is_foreseen:
             raise PlanError(
                 "The simulator knows no plans in which the layers of a stage are not contiguous:"
                 " there is no prediction for it."
@@ -290,7 +290,7 @@ class Replanning:
 
         def check() -> None:
             measured = self.measured
-            if measured is None or not self.is_measured or plan.placement.owners:
+            if measured is None or not self.is_measured or not plan.is_foreseen:
                 return
             held = measured.prediction(plan).memory_bytes
             if not measured.fits(plan, held):

@@ -197,9 +197,9 @@ def _runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_backward(self: Any, flight: Any) -> bool:
+    def run_backward(self: Any, flight: Any, before: int) -> bool:
         todo = flight.todo
-        return todo and todo[0].kind is Kind.BACKWARD and plain(self, flight)
+        return todo and todo[0].kind is Kind.BACKWARD and plain(self, flight, before)
 
     plain = Engine._run_backward
     monkeypatch.setattr(Engine, "_run_backward", run_backward)
