@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -219,7 +219,7 @@ class TorchPipeline:
     """The peer: one stage of ``torch.distributed.pipelining`` in a loop without anything else.
 
     Args:
-        layers: this stage's layers.
+        chunks: this stage's layers; of several chunks where the schedule is interleaved.
         num_microbatches: slices of a batch.
         loss_function: of the last stage's output and the target.
         make_optimizer: of this stage's parameters.
@@ -228,7 +228,7 @@ class TorchPipeline:
 
     def __init__(
         self,
-        layers: nn.Module,
+        chunks: Sequence[nn.Module],
         num_microbatches: int,
         loss_function: Callable[[Tensor, Tensor], Tensor],
         make_optimizer: Callable[[Any], Optimizer],
@@ -236,11 +236,23 @@ class TorchPipeline:
     ) -> None:
         rank, num_stages = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo")
-        stage = PipelineStage(layers, rank, num_stages, torch.device("cpu"), group=group)
-        self._schedule = Schedule1F1B(stage, num_microbatches, loss_function)
+        stages: list[Any] = [
+            PipelineStage(
+                layers,
+                rank + at * num_stages,
+                len(chunks) * num_stages,
+                torch.device("cpu"),
+                group=group,
+            )
+            for at, layers in enumerate(chunks)
+        ]
+        if len(chunks) == 1:
+            self._schedule: Any = Schedule1F1B(stages[0], num_microbatches, loss_function)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(stages, num_microbatches, loss_function)
         self._is_first = rank == 0
         self._is_last = rank == num_stages - 1
-        self._optimizer = make_optimizer(layers.parameters())
+        self._optimizer = make_optimizer(nn.ModuleList(chunks).parameters())
         self._batches = batches
         self._num_done = 0
         self.losses: list[float] = []

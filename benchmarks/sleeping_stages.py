@@ -33,6 +33,7 @@ from benchmarks.side_by_side import (
     series,
 )
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.schedule.schedules import num_chunks
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.sleeping import (
     BACKWARD_SECONDS,
@@ -46,9 +47,9 @@ WIDTH = 64
 NUM_STEPS = 2
 
 
-def sleeping_layer() -> SleepingLayer:
-    """A stage's only layer."""
-    return SleepingLayer(WIDTH)
+def sleeping_layer(num_chunks: int) -> SleepingLayer:
+    """A stage's only layer, or that of one of its chunks."""
+    return SleepingLayer(WIDTH, FORWARD_SECONDS / num_chunks, BACKWARD_SECONDS / num_chunks)
 
 
 def measure(
@@ -57,29 +58,36 @@ def measure(
     num_rounds: int,
     bursts: bool = False,
     num_microbatches: int | None = None,
-    make_layer: Callable[[], SleepingLayer] = sleeping_layer,
+    make_layer: Callable[[int], SleepingLayer] = sleeping_layer,
 ) -> list[Round]:
     """Runs on every rank.
 
     Args:
-        num_stages: each has one layer.
-        schedule: PipeShift's; torch's is 1F1B.
+        num_stages: each has one layer, or one for each of its chunks.
+        schedule: PipeShift's; torch's is 1F1B, or interleaved 1F1B if that is PipeShift's.
         num_rounds: of both contenders.
         bursts: see ``--bursts``.
         num_microbatches: of a step; by default twice the stages.
-        make_layer: makes a layer.
+        make_layer: makes a layer, given of how many chunks it is one.
     """
     L.seed_everything(0, verbose=False)
     num_microbatches = num_microbatches or 2 * num_stages
+    count = num_chunks(schedule, num_stages)
     model = Sleeper(0, WIDTH)
-    model.layers.extend(make_layer() for _ in range(num_stages))
+    model.layers.extend(make_layer(count) for _ in range(count * num_stages))
     shape = (num_microbatches * NUM_STEPS * (num_rounds + 2), WIDTH)
     data = torch.randn(shape), torch.randn(shape)
 
     def make_contenders() -> Mapping[str, Contender]:
         batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
         return {
-            TORCH: TorchPipeline(make_layer(), num_microbatches, F.mse_loss, plain_sgd, batches)
+            TORCH: TorchPipeline(
+                [make_layer(count) for _ in range(count)],
+                num_microbatches,
+                F.mse_loss,
+                plain_sgd,
+                batches,
+            )
         }
 
     return fit_beside(
@@ -87,7 +95,7 @@ def measure(
         TensorDataset(*data),
         num_microbatches,
         PipeShiftStrategy(
-            microbatches=num_microbatches, schedule=schedule, partition=[1] * num_stages
+            microbatches=num_microbatches, schedule=schedule, partition=[1] * (count * num_stages)
         ),
         Alternation(
             make_contenders, {PIPESHIFT: NUM_STEPS, TORCH: NUM_STEPS}, num_rounds, bursts=bursts

@@ -188,7 +188,7 @@ def measure(config: Config) -> list[Round]:
         alone = OneProcess(copy.deepcopy(nn.Sequential(*layers)), config.num_microbatches, batches)
         return {
             TORCH: TorchPipeline(
-                second if dist.get_rank() else first,
+                [second if dist.get_rank() else first],
                 config.num_microbatches,
                 loss_of,
                 optimizer_of,

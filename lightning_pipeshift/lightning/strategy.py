@@ -48,12 +48,15 @@ class PipeShiftStrategy(StrategyHooks):
             hooks ``setup`` and ``configure_model`` run before it.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
             compute and holds up to twice the activations; ``"zb-h1"``, which computes the gradients
-            of weights where stages would be idle (Qi et al., ICLR 2024), with the same bits; or
+            of weights where stages would be idle (Qi et al., ICLR 2024), with the same bits;
+            ``"interleaved_1f1b"``, with two ranges of layers on each stage, so that less time is
+            spent on filling and draining (Narayanan et al., SC 2021), with the same bits; or
             ``"async"`` or ``"async-2bw"``, which do not drain between batches, and use older
             weights (``docs/asynchronous.md``).
         partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
-            a list of lists does so for each virtual machine.
+            a list of lists does so for each virtual machine. With ``"interleaved_1f1b"`` a list has
+            a number for each range, in the order of the layers.
         plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the four
             above, ``recompute``, and ``batch_shares`` if it has any.
         batch_shares: how the samples of a global batch are divided among the virtual machines, one

@@ -79,8 +79,8 @@ class ActionNotes:
         kind = _SENDS.get((key.kind, to - self._channels.stage))
         number = self._number_of(key)
         if self.recorder is not None and kind is not None and number is not None:
-            now, rank = self.recorder.now(), self._channels.ranks[to]
-            action = Action(kind, number)
+            now, rank, running = self.recorder.now(), self._channels.ranks[to], self.recorder.action
+            action = Action(kind, number, running.chunk if running is not None else 0)
             self.recorder.add(What.ACTION, str(action), now, now, rank, num_bytes)
 
     @contextmanager

@@ -220,10 +220,9 @@ class SuspendableMicrobatch(Microbatch):
     def enters_layer(self, number: int) -> None:
         """See :class:`Microbatch`."""
         if self._flight.num_chunks > 1:
-            chunk = self.core.chunks.get(number, -1)
-            if chunk > self.chunk:
-                self.chunk = chunk
-                self._flight.passed_chunks(self)
+            # Of the chunk that it comes to, it may wait for the input.
+            self._flight.passed_chunks(self)
+            self.chunk = max(self.chunk, self.core.chunks.get(number, -1))
         if self._tails is not None and self._tails.current is not None:
             if self._stalled_at:
                 self._tails.say_early_wait(self._stalled_at)
@@ -251,18 +250,20 @@ class Flight:
         """Those whose backward is still to come."""
 
     def place_of(self, suspended: SuspendableMicrobatch) -> int:
-        """The place in :attr:`todo` of what a suspended step comes to next; -1: that has begun."""
-        if self.num_chunks == 1 or suspended.chunk < 0:
-            return -1
+        """The place in :attr:`todo` of the chunk for whose input a suspended step waits; -1 if that
+        is the first one, or it waits for something else.
+        """
         own = (
             at
-            for at, action in enumerate(self.todo)
-            if action.kind is Kind.FORWARD and action.microbatch == suspended.order
+            for at, action in enumerate(self.todo if self.num_chunks > 1 else ())
+            if action.kind is Kind.FORWARD
+            and action.microbatch == suspended.order
+            and action.chunk <= suspended.chunk
         )
         return next(own, -1)
 
     def passed_chunks(self, microbatch: SuspendableMicrobatch) -> None:
-        """A step has come to a chunk of this stage's layers, or to its end."""
+        """A step has run a chunk of this stage's layers, or has ended."""
         for action in tuple(self.todo if self.num_chunks > 1 else ()):
             is_own = action.kind is Kind.FORWARD and action.microbatch == microbatch.order
             if is_own and (action.chunk <= microbatch.chunk or microbatch.is_done):

@@ -65,7 +65,7 @@ def _less(recording: Recording, number: int) -> Recording:
         if mark.what not in (What.ACTION, What.WAIT) or mark.name == REPORT:
             return mark
         action = Action.parse(mark.name)
-        less = Action(action.kind, max(0, action.microbatch - number))
+        less = replace(action, microbatch=max(0, action.microbatch - number))
         return replace(mark, name=str(less))
 
     return replace(

@@ -249,4 +249,4 @@ def _entries(value: Any) -> Any:
 def sender_of(waited_for: Action) -> Action:
     """The send, on the neighbouring stage, of what a forward or backward waits for."""
     kind = Kind.SEND_PAYLOAD if waited_for.kind is Kind.FORWARD else Kind.SEND_GRADIENT
-    return Action(kind, waited_for.microbatch)
+    return replace(waited_for, kind=kind)

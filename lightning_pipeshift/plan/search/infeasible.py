@@ -13,7 +13,12 @@ from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cost.layer_memory import momentary_bytes
 from lightning_pipeshift.plan.cost.sums import Numbers
 from lightning_pipeshift.plan.cost.workload import Workload
-from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
+from lightning_pipeshift.plan.schedule.schedules import (
+    ASYNCHRONOUS,
+    INTERLEAVED,
+    SYNCHRONOUS,
+    num_chunks,
+)
 from lightning_pipeshift.plan.search.ranges import narrowest
 from lightning_pipeshift.plan.search.recomputation import Recomputation
 from lightning_pipeshift.text import ceil_bytes_text
@@ -31,13 +36,17 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
     """
     held = Recomputation(workload, recompute).held
     _, counts = narrowest(_lacking(workload, held))
+    # Of several chunks of layers on each stage, one has too little memory.
+    num_stages = workload.num_stages // num_chunks(workload.schedule, workload.num_stages)
     bounds = np.cumsum([0, *counts]).tolist()
     stages = []
     for s, (begin, end) in enumerate(pairwise(bounds)):
         usable, needed = float(workload.usable_bytes[s]), float(held[s, begin, end])
         if needed > usable:
             lacking, held_here, of = map(ceil_bytes_text, (needed - usable, needed, usable))
-            stages.append(f"stage {s} lacks {lacking} (it would hold {held_here}, of {of})")
+            stages.append(
+                f"stage {s % num_stages} lacks {lacking} (it would hold {held_here}, of {of})"
+            )
     return PlanError(
         f"No plan fits in memory with recompute={recompute!r}. In the cut that is nearest to "
         f"fitting, {list(counts)} layers, {some_of(stages)}. What would fit: "
@@ -49,7 +58,9 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
     if recompute != "auto" and _fits(workload, "auto"):
         yield "recompute='auto'"
     is_asynchronous = workload.schedule in ASYNCHRONOUS
-    for schedule in ASYNCHRONOUS if is_asynchronous else SYNCHRONOUS:
+    is_interleaved = workload.schedule in INTERLEAVED
+    alike = ASYNCHRONOUS if is_asynchronous else SYNCHRONOUS.keys() - INTERLEAVED
+    for schedule in () if is_interleaved else sorted(alike):
         other = replace(workload, schedule=schedule)
         if schedule != workload.schedule and _fits(other, recompute):
             yield f"schedule={schedule!r}"
@@ -73,7 +84,8 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
         if _fits(split, recompute):
             yield f"schedule='1f1b' with {number} microbatches, which trains otherwise"
     largest = float(workload.usable_bytes.max())
-    for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
+    most = 0 if is_interleaved else 2 * workload.num_stages + 2
+    for num_stages in range(workload.num_stages + 1, most + 1):
         if _fits(_with_stages(workload, num_stages, largest), recompute):
             yield f"{num_stages} stages with {ceil_bytes_text(largest)} each"
             break

@@ -25,7 +25,7 @@ def test_every_kind_has_a_text_form():
     assert {action.kind for action in TEXTS.values()} == set(Kind)
 
 
-@pytest.mark.parametrize("text", ["", "F", "3", "X3", ">F3>", "F-1", "f3", "F3 ", "F3.1", "F٣"])
+@pytest.mark.parametrize("text", ["", "F", "3", "X3", ">F3>", "F-1", "f3", "F3 ", "F3.1.2", "F٣"])
 def test_nonsense_is_no_action(text):
     with pytest.raises(ScheduleError, match=r"is no action.*F3 B3 W3 R3 >F3 F3> >B3 B3>"):
         Action.parse(text)

@@ -4,12 +4,15 @@ import pytest
 
 from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.plan.cost.simulator import Costs, simulate
-from lightning_pipeshift.plan.schedule.actions import Kind, format_row
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, format_row
+from lightning_pipeshift.plan.schedule.communication import with_communication
+from lightning_pipeshift.plan.schedule.execution_order import execution_order
 from lightning_pipeshift.plan.schedule.schedules import (
     SCHEDULES,
     eager_one_forward_one_backward,
     forward_only,
     gpipe,
+    interleaved_one_forward_one_backward,
     one_forward_one_backward,
     recomputing_stages,
     schedule_named,
@@ -72,6 +75,39 @@ def test_zero_bubble_h1_waits_for_a_third_of_the_time(num_stages):
     assert max(timeline.peak_in_flight) == num_stages
 
 
+def test_interleaved_1f1b():
+    assert table(interleaved_one_forward_one_backward(2, 4)) == [
+        "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
+        "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
+    ]
+    assert table(interleaved_one_forward_one_backward(1, 2)) == ["F0 B0 F1 B1"]
+
+
+@pytest.mark.parametrize("num_stages", range(2, 7))
+def test_interleaved_1f1b_waits_for_half_of_the_time(num_stages):
+    """Of 1F1B, with two chunks of layers: Narayanan et al., SC 2021, section 2.2."""
+    num_microbatches, free = 3 * num_stages, (0.0,) * (2 * num_stages - 1)
+    costs = Costs((0.5,) * 2 * num_stages, (1.0,) * 2 * num_stages, free, free)
+    timeline = simulate(interleaved_one_forward_one_backward(num_stages, num_microbatches), costs)
+    assert timeline.step_seconds == 3.0 * (num_microbatches + (num_stages - 1) / 2)
+    assert timeline.idle_seconds == (3.0 * (num_stages - 1) / 2,) * 2 * num_stages
+
+
+@pytest.mark.parametrize("num_stages", range(2, 9))
+def test_interleaved_1f1b_runs_to_its_end_with_any_number_of_microbatches(num_stages):
+    for num_microbatches in range(1, 3 * num_stages + 2):
+        schedule = interleaved_one_forward_one_backward(num_stages, num_microbatches)
+        for row in schedule:
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                numbers = range(num_microbatches)
+                everything = {Action(kind, number, chunk) for number in numbers for chunk in (0, 1)}
+                assert sorted(map(str, everything)) == sorted(
+                    str(action) for action in row if action.kind is kind
+                )
+        sent = with_communication(schedule)
+        assert len(execution_order(sent)) == sum(map(len, sent))
+
+
 def test_eager_1f1b():
     assert table(eager_one_forward_one_backward(3, 6)) == [
         "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
@@ -129,9 +165,10 @@ def test_forward_only():
 def test_backwards_accumulate_in_one_order(name):
     for num_stages, num_microbatches in itertools.product(range(1, 6), range(1, 8)):
         for row in schedule_named(name)(num_stages, num_microbatches):
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
-                order = [action.microbatch for action in row if action.kind is kind]
-                assert order == list(range(num_microbatches))
+            for kind, chunk in itertools.product((Kind.FORWARD, Kind.BACKWARD), (0, 1)):
+                own = [each for each in row if (each.kind, each.chunk) == (kind, chunk)]
+                order = [action.microbatch for action in own]
+                assert order == list(range(num_microbatches if chunk == 0 or order else 0))
 
 
 def test_unknown_name():

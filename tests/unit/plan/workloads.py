@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_pipeshift.plan.cost.cut import Cut
 from lightning_pipeshift.plan.cost.workload import Workload
-from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, INTERLEAVED, SCHEDULES
 
 
 def workload(
@@ -93,7 +93,7 @@ def random_workload(
     num_stages = num_stages or int(draw.integers(2, 5))
     num_layers = num_layers or int(draw.integers(2, 9))
     microbatches = microbatches or int(draw.choice([1, 2, 4, 8, 16]))
-    schedule = schedule or str(draw.choice(sorted(SCHEDULES)))
+    schedule = schedule or str(draw.choice(sorted(SCHEDULES.keys() - INTERLEAVED)))
     if schedule in ASYNCHRONOUS:
         microbatches = 1
     speeds = draw.choice([1, 0.5, 0.25], num_stages)

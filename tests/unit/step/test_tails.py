@@ -350,23 +350,26 @@ def plainly(kind: type[Base]) -> Base:
     return module
 
 
-def on_stages(kind: type[Base], order: int) -> tuple[list[Base], dict[str, Tensor], int]:
-    """Trains on three stages; returns the modules, the parameters, and how many runs of the first
-    stage were allowed to run ahead.
+def on_stages(
+    kind: type[Base], order: int, schedule: str = "1f1b"
+) -> tuple[list[Base], dict[str, Tensor], int]:
+    """Trains on three stages, or on two of which the first has two chunks of layers; returns the
+    modules, the parameters, and how many runs of the first stage were allowed to run ahead.
     """
-    stages = Stages(3, order)
-    modules = [kind() for _ in range(3)]
+    count = 3 if schedule == "1f1b" else 2
+    stages = Stages(count, order)
+    modules = [kind() for _ in range(count)]
     cores = [
-        Core(module, list(module.layers), lambda at, _: at, mailbox, CPU)
+        Core(module, list(module.layers), lambda at, _: at % count, mailbox, CPU)
         for module, mailbox in zip(modules, stages.mailboxes, strict=True)
     ]
-    ahead = [0, 0, 0]
+    ahead = [0] * count
 
     def work(stage: int) -> dict[str, Tensor]:
         core, module = cores[stage], modules[stage]
         tails = Tails(core, lambda _: None)
         engine = Engine(core, tails)
-        row = schedule_named("1f1b")(3, MICROBATCHES)[stage]
+        row = schedule_named(schedule)(count, MICROBATCHES)[stage]
         for step, microbatches in enumerate(batches()):
 
             def run(batch: Tensor, turn: int, step: int = step) -> Any:
@@ -381,23 +384,25 @@ def on_stages(kind: type[Base], order: int) -> tuple[list[Base], dict[str, Tenso
     return modules, {name: x for each in held for name, x in each.items()}, ahead[0]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("kind", [*RIGHT, *IN_TURN])
-def test_a_step_finds_what_it_would_find_in_a_plain_loop(kind: type[Base]) -> None:
+def test_a_step_finds_what_it_would_find_in_a_plain_loop(kind: type[Base], schedule: str) -> None:
     expected = plainly(kind)
     for order in range(ORDERS):
-        modules, parameters, ahead = on_stages(kind, order)
+        modules, parameters, ahead = on_stages(kind, order, schedule)
         for name, parameter in expected.named_parameters():
             assert torch.equal(parameters[name], parameter), name
         assert all(module.noted == expected.noted for module in modules)
         assert bool(ahead) is (kind not in IN_TURN)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("kind", [SetsLayerLate, WritesLate, SetsLate])
-def test_what_no_step_has_done_before_is_an_error(kind: type[Base]) -> None:
+def test_what_no_step_has_done_before_is_an_error(kind: type[Base], schedule: str) -> None:
     expected, said = plainly(kind), []
     for order in range(4):
         try:
-            _, parameters, _ = on_stages(kind, order)
+            _, parameters, _ = on_stages(kind, order, schedule)
         except StageError as error:
             said.append(str(error))
         else:
