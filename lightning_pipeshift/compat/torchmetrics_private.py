@@ -10,6 +10,19 @@ from typing import Any
 from torchmetrics import Metric
 
 
+def can_merge(metric: Metric) -> bool:
+    """Whether states of batches can be merged to that of all of them, as ``forward`` does."""
+    is_merged = metric.full_state_update is False and not metric.dist_sync_on_step
+    lists = {name for name, x in metric._defaults.items() if isinstance(x, list)}
+    known = all(how is not None or name in lists for name, how in metric._reductions.items())
+    return is_merged and known and bool(metric.metric_state)
+
+
+def is_in_forward(metric: Metric) -> bool:
+    """Whether the metric computes the value of a batch for its ``forward``."""
+    return bool(metric._enable_grad)
+
+
 def last_value(metric: Metric) -> Any:
     """The value that the metric's last ``forward`` returned; ``None`` if there is none. Lightning
     reads it where a metric is logged.

@@ -28,6 +28,9 @@ WEIGHTS_AT: Final = {
 """By the class of a node, which of its inputs are weights if they come from leaves: for a
 convolution also the bias, as some kernels compute both gradients in one."""
 
+RUNS_AGAIN: Final = "CheckpointFunctionBackward"
+"""The class of the nodes of ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
+
 PASSES_ON: Final = frozenset({"TBackward0", "ToCopyBackward0"})
 """Nodes between a weight and its product: a transposition, and the copy in autocast's type."""
 

@@ -18,6 +18,7 @@ from lightning_pipeshift.compat.torch_private import version_of
 from lightning_pipeshift.compat.weight_products import (
     LEAF,
     PASSES_ON,
+    RUNS_AGAIN,
     WEIGHTS_AT,
     Node,
     Weights,
@@ -60,6 +61,9 @@ def divided(roots: Sequence[Tensor], token: Tensor) -> Division:
         node = todo.pop()
         if node in following:
             continue
+        if type(node).__name__ == RUNS_AGAIN:
+            # Torch refuses it where a backward asks for some gradients only.
+            return Division([], [])
         found = following[node] = [x for x, _ in node.next_functions if x is not None]
         uses.update(found)
         for each in found:

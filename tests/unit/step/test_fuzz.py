@@ -197,12 +197,12 @@ def _runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_backward(self: Any, flight: Any, before: int) -> bool:
+    def backwards(self: Any, flight: Any) -> Any:
         todo = flight.todo
-        return todo and todo[0].kind is Kind.BACKWARD and plain(self, flight, before)
+        return plain(self, flight) if todo and todo[0].kind is Kind.BACKWARD else iter(())
 
-    plain = Engine._run_backward
-    monkeypatch.setattr(Engine, "_run_backward", run_backward)
+    plain = Engine._backwards
+    monkeypatch.setattr(Engine, "_backwards", backwards)
 
 
 def _keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
