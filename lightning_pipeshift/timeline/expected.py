@@ -8,6 +8,7 @@ from typing import Final
 
 from lightning_pipeshift.plan.cost.simulator import Span
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.document.text_timeline import rows_of_stages
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.timeline.recording import REPORT, Mark, RankRecord, Recording, What
 
@@ -41,7 +42,7 @@ def expected(plan: Plan, step: int = 0, num_steps: int = 1) -> Recording | None:
     records: list[RankRecord] = []
     for vm, timeline in enumerate(timelines):
         num_stages = plan.placement.num_stages(vm)
-        for stage, row in enumerate(timeline.rows_of(num_stages)):
+        for stage, row in enumerate(rows_of_stages(timeline, num_stages)):
             sends = [span for sent in timeline.transfers[stage::num_stages] for span in sent]
             marks = list(_marks(row, sends, begin, end, shift))
             if exposed:

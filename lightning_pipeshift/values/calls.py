@@ -302,7 +302,7 @@ class Calls(CommonTensors):
             core = self.core
             keys = set() if call.layer is None else {core.groups[call.layer]}
             used = (*call.arguments.tensors, *(x for _, x in call.parameters))
-            keys.update(core.group_of(x) for x in used if x in core.parameter_numbers)
+            keys.update(self.group_of(x) for x in used if x in core.parameter_numbers)
         return self.graphs.joined(call, self.accounts, keys)
 
     def _values(

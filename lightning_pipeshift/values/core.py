@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,6 +86,8 @@ class Core:
         for layer in self.placed_layers:
             for tensor in layer.tensors:
                 self.layers_with.setdefault(tensor, []).append(layer.number)
+        self.groups = _groups(self.layers_with, len(self.layers))
+        """A number for each layer; layers that share a parameter have the same."""
         self.awaited: dict[int, dict[Callable[[int], object], None]] = {}
         """What the next use of a layer awaits, by its number: see :meth:`await_before`."""
         self.chunks: dict[int, int] = {}
@@ -159,20 +160,6 @@ class Core:
         for layer in reversed(self.placed_layers):
             for tensor in layer.tensors:
                 self.parameter_owners[tensor] = owners(layer.number, 0)
-
-    @cached_property
-    def groups(self) -> list[int]:
-        """A number for each layer; layers that share a parameter have the same."""
-        found = list(range(len(self.layers)))
-        for numbers in self.layers_with.values():
-            joined = {found[number] for number in numbers}
-            found = [min(joined) if each in joined else each for each in found]
-        return found
-
-    def group_of(self, tensor: Tensor) -> int:
-        """The same of a parameter: that of its layer; of one outside of layers, one of its own."""
-        numbers = self.layers_with.get(tensor)
-        return self.groups[numbers[0]] if numbers else -1 - self.parameter_numbers[tensor]
 
     def renumber(self, numbers: Sequence[int], mailbox: Mailbox) -> None:
         """Gives the stages other numbers: each rank keeps what it has. Every stage calls this
@@ -434,6 +421,15 @@ class Core:
             plain = without_torch_function_of_subclasses()
             with plain, preserved_version_counters([buffer]), torch.no_grad():
                 buffer.copy_(held)
+
+
+def _groups(layers_with: dict[Tensor, list[int]], num_layers: int) -> list[int]:
+    found = list(range(num_layers))
+    for numbers in layers_with.values():
+        joined = {found[number] for number in numbers}
+        if len(joined) > 1:
+            found = [min(joined) if each in joined else each for each in found]
+    return found
 
 
 def _chunks(owners: Sequence[int], stage: int) -> dict[int, int]:

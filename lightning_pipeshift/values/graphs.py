@@ -260,6 +260,9 @@ class Graphs:
                 segments.append(account.segment)
         found = found or self.new_graph()
         if keys is not None:
+            if any(map(_is_leaf, candidates)):
+                # Segments would sum its gradient in another order.
+                found.keep_whole()
             self.segment = self._used(found, keys, segments)
         return found
 
@@ -360,6 +363,10 @@ class Graphs:
         for all. Else a backward for some of them would leave out what leads to other stages.
         """
         return only if only is None or self._token is None else [*only, self._token]
+
+
+def _is_leaf(x: Tensor) -> bool:
+    return type(x) is Value and x.account.requires_grad and x.account.segment is None
 
 
 def _both(one: ToLater | None, other: ToLater | None) -> ToLater | None:

@@ -252,7 +252,8 @@ class Transfers(NotedProgram):
         with without_torch_function_of_subclasses():
             if self.stage == last:
                 assert account.link is not None
-                keys = () if account.memory.of is None else (self.core.group_of(tensor),)
+                is_leaf = graph.is_divided and type(tensor) is not Value
+                keys = (self.group_of(tensor),) if is_leaf else ()
                 segment = graphs.segment_of(graph, account, keys)
                 token = gradient_from_later(graphs.token_of(segment), account.link, way)
             else:
@@ -263,6 +264,12 @@ class Transfers(NotedProgram):
                 token, account.link = gradient_to_earlier(token, account.tensor, way)
                 account.segment = segment if graph.is_divided else None
         graphs.add(segment, token, way, is_received=self.stage == last)
+
+    def group_of(self, parameter: Tensor) -> int:
+        """The number of a parameter's layer in :attr:`Core.groups`; outside of layers, its own."""
+        numbers = self.core.layers_with.get(parameter)
+        own = -1 - self.core.parameter_numbers[parameter]
+        return self.core.groups[numbers[0]] if numbers else own
 
     def enter(self, tensor: Tensor, stage: int, label: str) -> Tensor | None:
         """Uses a common tensor with its gradient at one stage; each has the gradient then.

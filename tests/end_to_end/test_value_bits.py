@@ -28,7 +28,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.testing.ranks import run_ranks
@@ -173,6 +175,62 @@ class MultipliesSparse(Base):
             x = block(x)
             x = torch.sparse.mm(self.links, x.reshape(-1, WIDTH).t()).t().reshape(x.shape)
         return self.loss(self.head(x), targets)
+
+
+class NormsTransposed(Base):
+    """Norms over the channels, as models of time series do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: Any = self.blocks
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in blocks)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """``(batch, length)`` -> ``(batch, length, words)``."""
+        x, blocks, norms = self.embedding(words), self.blocks, self.norms
+        for block, norm in zip(blocks, norms, strict=True):
+            x = norm(block(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(x)
+
+
+class RunsAgain(nn.Module):
+    """A layer that runs a block again in its backward, in torch's older way."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the block."""
+        found: Tensor = checkpoint(self.block, x, use_reentrant=True)
+        return found
+
+
+class ChecksPoints(Base):
+    """Its blocks run again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: Any = self.blocks
+        self.blocks = nn.ModuleList(map(RunsAgain, blocks))
+
+
+class ReadsMetrics(Base):
+    """The loss depends on metrics of the epoch so far: one of which is called, and one updated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.most = MeanMetric(), MaxMetric()
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        words, targets = batch
+        loss = self.loss(self(words), targets)
+        self.mean(loss.detach())
+        self.most.update(loss.detach())
+        mean, most = self.mean.compute(), self.most.compute()
+        self.noted.append((float(mean), float(most)))
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss * (1 + 0.1 * mean + 0.1 * most)
 
 
 class HooksInside(Base):
@@ -447,6 +505,9 @@ CASES = {
     "logs on other ranks": Case(LogsElsewhere),
     "writes into views": Case(WritesView),
     "collectives": Case(Gathers),
+    "norms of transposed tensors": Case(NormsTransposed, split=False),
+    "runs again": Case(ChecksPoints),
+    "metrics in the loss": Case(ReadsMetrics),
     "hooks inside of layers": Case(HooksInside),
     "goes back itself": Case(GoesBackItself),
     "hooks on layers": Case(HooksOnLayers),
@@ -558,7 +619,7 @@ NAMES: dict[tuple[int, str], list[str]] = {
     (1, "1f1b"): some(CASES, 10),
     (2, "1f1b"): some(list(CASES)[1:], 14),
     (3, "1f1b"): list(CASES),
-    (3, "zb-h1"): [*some(list(CASES)[2:], 14), "goes back itself"],
+    (3, "zb-h1"): [*some(list(CASES)[2:], 14), "goes back itself", "runs again"],
     (2, "interleaved_1f1b"): some(list(CASES)[3:], 6),
     (3, "interleaved_1f1b"): [*some(list(CASES)[4:], 6), "goes back itself"],
 }

@@ -160,14 +160,6 @@ class Timeline:
         """The sends."""
         return tuple(row.spans for row in self.sent)
 
-    def rows_of(self, num_stages: int) -> list[tuple[Span, ...]]:
-        """The compute actions of each stage, of all of its chunks of layers."""
-        found = []
-        for stage in range(num_stages):
-            spans = [span for row in self.rows[stage::num_stages] for span in row]
-            found.append(tuple(sorted(spans, key=lambda span: span.start)))
-        return found
-
     @property
     def is_one_step(self) -> bool:
         """Whether it is a step, and not many minibatches of an asynchronous pipeline."""

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_pipeshift.errors import explained
-from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
+from lightning_pipeshift.plan.document.text_timeline import (
+    Scale,
+    draw_row,
+    legend,
+    line_of,
+    rows_of_stages,
+)
 from lightning_pipeshift.text import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
@@ -55,7 +61,7 @@ def draw(plan: Plan) -> str:
         lines += ["", title, *_stage_table(plan, vms[0]), ""]
         # Steps end together; of minibatches there are always more.
         end_seconds = timeline.end_seconds if plan.is_asynchronous else step_seconds
-        for stage, row in enumerate(timeline.rows_of(plan.placement.num_stages(vms[0]))):
+        for stage, row in enumerate(rows_of_stages(timeline, plan.placement.num_stages(vms[0]))):
             busy_seconds = timeline.step_seconds - timeline.idle_seconds[stage]
             drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)
             lines.append(line_of(stage, drawing, f"{1 - busy_seconds / step_seconds:4.0%} idle"))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_pipeshift.plan.cost.simulator import Span
+from lightning_pipeshift.plan.cost.simulator import Span, Timeline
 from lightning_pipeshift.plan.schedule.actions import Kind
 
 _IDLE: Final = "·"
@@ -54,6 +54,19 @@ class Scale:
 
     def column(self, seconds: float) -> int:
         return round(seconds * self.columns_per_second)
+
+
+def rows_of_stages(timeline: Timeline, num_stages: int) -> list[tuple[Span, ...]]:
+    """The compute actions of each stage, of all of its chunks of layers."""
+    return [
+        tuple(
+            sorted(
+                (span for row in timeline.rows[stage::num_stages] for span in row),
+                key=lambda span: span.start,
+            )
+        )
+        for stage in range(num_stages)
+    ]
 
 
 def draw_row(row: Sequence[Span], end_seconds: float, scale: Scale, width: int) -> str:
