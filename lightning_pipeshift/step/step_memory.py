@@ -95,6 +95,7 @@ class StepMemory:
             plan,
             self._vm,
             counted.taken({*own, *moving.run}, moving.leaving, moving.copied),
+            counted.working({*own, *moving.run}),
             self._planning.profiler.expected_bytes,
         )
         self.note_state_on_host(plan, holdings)

@@ -359,8 +359,8 @@ def test_a_longer_batch_than_planned_for_makes_room_on_the_host() -> None:
     # Without room on the host the message says who, where, and what would have helped.
     wish["host_budget"] = 0
     message = (
-        r"on stage 0 of virtual machine 0 \(.*\) is .* MB, and the layer 'blocks\.\d' would exceed"
-        r" it by .* A budget that is .* MB larger would have been enough"
+        r"on stage 0 of virtual machine 0 \(.*\) is .*, and the layer 'blocks\.\d' would exceed"
+        r" it by .* A budget that is .* larger would have been enough"
     )
     outcomes = run_ranks(train, 2, wish, batch_sizes=sizes, recompute="none", expect_failure=True)
     assert outcomes[0].error_type == "BudgetError"

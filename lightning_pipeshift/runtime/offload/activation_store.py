@@ -24,6 +24,7 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.offload.expected_saves import ExpectedSaves
 from lightning_pipeshift.runtime.offload.saved_blocks import Block, BlockMover
 from lightning_pipeshift.runtime.offload.targets import OffloadTarget
+from lightning_pipeshift.text import ceil_bytes_text
 
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
@@ -437,11 +438,11 @@ class ActivationStore(BlockMover):
 
     def _error(self, num_bytes: int, lacking: int, who: str) -> BudgetError:
         budget, here = self._orders.budget_bytes, self.traffic.device_bytes - self._lent_bytes
+        sizes = max(0.0, budget), lacking, here, self._lent_bytes, num_bytes, _MARGIN * lacking
+        has, exceeds, used, lent, comes, more = map(ceil_bytes_text, sizes)
         return BudgetError(
-            f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and "
-            f"{who} would exceed it by {lacking / 1e6:.1f} MB: {here / 1e6:.1f} MB are in use "
-            f"here, {self._lent_bytes / 1e6:.1f} MB for other stages, and "
-            f"{num_bytes / 1e6:.1f} MB are to come. A budget that is "
-            f"{_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would "
-            "smaller microbatches, or more host memory (`host_budget`)."
+            f"The budget for saved tensors on {self._orders.where} is {has}, and {who} would exceed"
+            f" it by {exceeds}: {used} are in use here, {lent} for other stages, and {comes} are to"
+            f" come. A budget that is {more} larger would have been enough so far; so would smaller"
+            " microbatches, or more host memory (`host_budget`)."
         )

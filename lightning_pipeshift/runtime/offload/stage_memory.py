@@ -126,12 +126,18 @@ class StageMemory:
             self._host,
             self._copier,
             device,
-            lambda: self.store.budget_bytes - self.store.held_bytes + self.weights.free_bytes,
+            self._update_room,
             self.weights,
         )
+        self._working_bytes = 0.0
         self._borrowers: dict[int, Borrower] = {}
         self.memory: RankMemory | None = None
         """This rank's memory, once it has been measured."""
+
+    def _update_room(self) -> float:
+        """The memory for what comes to the device in an update: no layer runs then."""
+        free = self.weights.free_bytes + self._working_bytes
+        return self.store.budget_bytes - self.store.held_bytes + free
 
     def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankMemory:
         """Measures this rank's memory.
@@ -184,6 +190,7 @@ class StageMemory:
         plan: Plan,
         vm: int,
         taken_bytes: float,
+        working_bytes: float,
         expected_bytes: Mapping[int, int],
     ) -> None:
         """Applies a plan from now on. Every stage calls this, with the same plan.
@@ -192,8 +199,10 @@ class StageMemory:
             plan: the plan.
             vm: this stage's virtual machine.
             taken_bytes: what the device holds besides saved tensors and messages between stages.
+            working_bytes: the part of it that a layer takes while it runs.
             expected_bytes: the memory that each layer is expected to save for a microbatch.
         """
+        self._working_bytes = working_bytes
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
         swaps = [swap for swap in plan.swapped(vm) if not swap.stays]

@@ -83,5 +83,8 @@ class StageBytes:
     def room(self, runs: Iterable[int]) -> int:
         """What is left free for batches, and for the layer that runs."""
         held = batches_held(self._plan.schedule, self._num_stages, self._plan.microbatches)
-        working = max((self._working_bytes.get(n, 0) for n in runs), default=0)
-        return held[self._stage] * self._model.batch_bytes + working
+        return held[self._stage] * self._model.batch_bytes + self.working(runs)
+
+    def working(self, runs: Iterable[int]) -> int:
+        """What the layer that runs takes for a moment: free in an update."""
+        return max((self._working_bytes.get(n, 0) for n in runs), default=0)

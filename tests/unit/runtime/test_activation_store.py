@@ -36,6 +36,7 @@ from lightning_pipeshift.runtime.offload import saved_blocks
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copying import Done, ThreadCopier, Ticket
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadedBlock, OffloadTarget
+from lightning_pipeshift.text import ceil_bytes_text
 from tests.unit.model.test_recompute import seeded
 
 CPU = torch.device("cpu")
@@ -967,9 +968,9 @@ def test_what_was_to_move_is_not_counted_as_evicted() -> None:
 
 def larger(error: BudgetError) -> float:
     """By how much the budget is to be larger, as the error says."""
-    found = re.search(r"budget that is ([\d.]+) MB larger", str(error))
+    found = re.search(r"budget that is ([\d.]+) (kB|MB) larger", str(error))
     assert found is not None
-    return float(found[1]) * 1e6
+    return float(found[1]) * {"kB": 1e3, "MB": 1e6}[found[2]]
 
 
 def test_without_a_way_out_the_budget_that_would_be_enough_is_named() -> None:
@@ -995,7 +996,7 @@ def test_without_a_way_out_the_budget_that_would_be_enough_is_named() -> None:
             microbatch, layer = divmod(done[-1][0] * 4 + done[-1][1] + 1, 4)
             assert f"the layer 'layers.{layer}'" in message
             assert "saved tensors on stage 2" in message
-            assert f"is {budget / 1e6:.1f} MB" in message
+            assert f"is {ceil_bytes_text(budget)}" in message
             assert "`host_budget`" in message
             assert store.traffic.peak_bytes <= budget
             # What was said the last time was enough for where it failed then.
@@ -1017,7 +1018,7 @@ def test_a_budget_that_is_too_small_for_a_single_layer() -> None:
     case = Case(layers_of("WWW"), ROWS["gpipe"], 512, 1024)
     size = case.batch[0].nbytes
     store = case.store(1.5 * size)
-    with pytest.raises(BudgetError, match=r"the layer 'layers.1' would exceed it by 1.0 MB"):
+    with pytest.raises(BudgetError, match=r"the layer 'layers.1' would exceed it by 1.05 MB"):
         Stage(case.layers, store, case.ledger).step(case.row, case.batch)
     assert store.traffic.peak_bytes <= 1.5 * size
     # No sizes are expected, so a layer of the first step has saved too much when that is found. If
