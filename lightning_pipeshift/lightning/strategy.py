@@ -29,9 +29,9 @@ _USUAL: Final = Communication()
 class PipeShiftStrategy(StrategyHooks):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
-    Every stage runs the user's own ``training_step``; a gate in each layer skips those of other
-    stages. Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al.,
-    PipeDream-Flush, 2021, section 3.2).
+    Every stage runs the user's own ``training_step``, and a layer runs at the stage that owns it.
+    Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al., PipeDream-Flush,
+    2021, section 3.2), and those below.
 
     Args:
         virtual_machines: how many virtual machines (replicas of the pipeline) train in parallel; or
@@ -213,9 +213,9 @@ class PipeShiftStrategy(StrategyHooks):
 
         Raises:
             PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
-                layer; a stage whose layers would not be contiguous; or a stage that would have too
-                little memory, if only while layers move (with an asynchronous schedule, only the
-                first rank raises it then). Then nothing changes.
+                layer; with an asynchronous schedule, a stage whose layers would not be contiguous;
+                or a stage that would have too little memory, if only while layers move (with an
+                asynchronous schedule, only the first rank raises it then). Then nothing changes.
         """
         self.pipeline.migrate(moves)
 

@@ -168,6 +168,8 @@ class Graph:
         self.is_used = True
         for segment in self.segments:
             segment.tokens.clear()
+            segment.awaited.clear()
+        self.users.clear()
 
 
 class Graphs:

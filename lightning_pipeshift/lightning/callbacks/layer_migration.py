@@ -39,7 +39,8 @@ class LayerMigration(Callback):
             move.
         patience: for how many consecutive steps an imbalance has to last; more, as long as they do
             not say clearly how fast each stage is. After so many steps under the new plan the move
-            is judged by their mean time, and undone if they are not faster. Moves that reverse
+            is judged by their mean time, and undone if they gain less than a quarter of what was
+            expected. Moves that reverse
             earlier ones need twice the patience, and twice that the next time, so that layers do
             not move back and forth with a stage whose speed fluctuates; so do moves after one that
             was undone.
