@@ -19,7 +19,9 @@ from lightning_pipeshift.values.core import Core
 from tests.unit.step.together import StageError, Stages
 
 CPU = torch.device("cpu")
-MICROBATCHES, STEPS, ORDERS, LATE = 4, 6, 2, 12
+MICROBATCHES, STEPS, ORDERS = 4, 6, 2
+LATE = 3 * MICROBATCHES - 1
+"""From the first microbatch of a step on, which the others of the step run ahead of."""
 
 
 class Scaled(nn.Linear):
