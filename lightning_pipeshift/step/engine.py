@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, repeat
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -271,15 +272,15 @@ class Engine:
         nothing else can run; while it waits for that, its layers that have to run again before it.
         Returns whether it did anything.
         """
-        first = None
+        first, ready = None, []
         for at, microbatch, part, is_first in self._backwards(flight):
-            if at >= before:
-                continue
-            if not self._missing(part, is_first):
-                self._run_part(flight, at, microbatch, part)
-                return True
-            if is_first:
+            if at < before and not self._missing(part, is_first):
+                ready.append((at, microbatch, part))
+            elif at < before and is_first:
                 first = at, microbatch, part
+        if ready:
+            self._run_part(flight, *min(ready, key=itemgetter(0)))
+            return True
         if first is None:
             return False
         at, microbatch, part = first
