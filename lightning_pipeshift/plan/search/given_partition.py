@@ -97,7 +97,8 @@ def _require_fit(
         raise PartitionError(
             f"{found} has {len(counts)} counts; the virtual machine has {num_stages} stages for"
             f" {layers}: give a count for each stage, 0 for one without layers (and a list for each"
-            " virtual machine where they differ)"
+            " virtual machine where they differ); with schedule='interleaved_1f1b' each stage has"
+            " two ranges of layers, and counts twice"
         )
     if sum(counts) != num_layers:
         raise PartitionError(
