@@ -215,7 +215,10 @@ class Plan:
             return simulate(clock(self.schedule, costs.num_stages, self.microbatches, again), costs)
         counts = self._chunk_counts(vm)
         if counts is None:
-            forward = self.stage_forward_seconds(vm)
+            # Drawn as if the chunks of a stage took equal time.
+            seconds = self.stage_forward_seconds(vm)
+            count = num_chunks(self.schedule, len(seconds))
+            forward = tuple(each / count for each in seconds) * count
         else:
             ends = pairwise(accumulate(counts, initial=0))
             forward = tuple(

@@ -90,6 +90,8 @@ class Placement:
         more chunks of layers.
         """
         num_stages, at = self.num_stages(vm), 0
+        if not self.owners:
+            return self.counts[vm] + (0,) * (num_stages * (num_chunks - 1))
         counts = [0] * (num_stages * num_chunks)
         for stage in self.stages(vm):
             at += (stage - at) % num_stages

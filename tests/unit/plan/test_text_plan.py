@@ -148,6 +148,15 @@ def test_no_line_is_wider_than_100_columns(schedule, num_stages, microbatches, p
     assert max(map(len, drawing.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_layers_that_moved_to_any_stage_are_drawn(schedule):
+    layers = gpt(5)
+    owners = [at % 2 for at in range(len(layers))]
+    plan = Plan(layers, Placement.of([owners], [2]), schedule, 4)
+    assert not plan.is_foreseen
+    assert "layers, schedule" in str(plan)
+
+
 def test_many_unequal_machines_stay_narrow():
     counts = [(6, 8), (7, 7)] * 40
     assert max(map(len, str(Plan(gpt(), Placement(tuple(counts)), "1f1b", 2)).splitlines())) <= 100
