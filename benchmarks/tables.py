@@ -120,7 +120,6 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "sleep 20 ms in each of three parts": _SETUP,
         "can reach here is 1.22 (Qi et al., ICLR 2024, table 1), and": "the paper's bound",
         "`interleaved_1f1b` 1.16.": "33 / 28.5, by the formula in the benchmark",
-        "two layers of half the time, runs its": _SETUP,
         "joined at 200 Mbit/s, for 16 layers of 4 MB whose backwards take 250 ms each": _SETUP,
         "are 25 MiB, the first one 1 MiB": "torch's defaults",
         "the same sum of 64 MB": _SETUP,

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain, repeat
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +25,7 @@ from lightning_pipeshift.compat.torch_private import without_torch_function_of_s
 from lightning_pipeshift.model.measuring.timing import Timer
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.liveness.stalls import tells
-from lightning_pipeshift.step.later_gradients import LaterGradients
+from lightning_pipeshift.step.later_gradients import LaterGradients, is_watched
 from lightning_pipeshift.step.suspendable import Flight, SuspendableMicrobatch, words_of
 from lightning_pipeshift.step.suspension import ThreadState, kept, seed_generators
 from lightning_pipeshift.step.tails import Tails
@@ -119,8 +118,7 @@ class Engine:
             microbatch.has_later_backward = with_backward
             microbatch.timer = timers.get(turn)
             microbatch.saves = saves_of(turn)
-            is_watched = microbatch.timer or microbatch.saves or microbatch.finite
-            microbatch.graphs.is_divided = flight.num_chunks > 1 and not is_watched
+            microbatch.graphs.is_divided = flight.num_chunks > 1 and not is_watched(microbatch)
             everything.append(microbatch)
             return microbatch
 
@@ -242,7 +240,8 @@ class Engine:
             if action.kind is Kind.BACKWARD:
                 places.setdefault(action.microbatch, at)
         computed = set[int]()
-        for number, is_first in zip(sorted(places), chain([True], repeat(False)), strict=False):
+        for before, number in enumerate(sorted(places)):
+            is_first = not before
             microbatch = flight.done.get(number)
             if microbatch is None:
                 return
@@ -279,7 +278,8 @@ class Engine:
             elif at < before and is_first:
                 first = at, microbatch, part
         if ready:
-            self._run_part(flight, *min(ready, key=itemgetter(0)))
+            _, microbatch, part = min(ready, key=itemgetter(0))
+            self._run_part(flight, microbatch, part)
             return True
         if first is None:
             return False
@@ -289,7 +289,7 @@ class Engine:
             return True
         if flight.live or at or self._later.first is not None or part.keys is not None:
             return False
-        self._run_part(flight, at, microbatch, part)
+        self._run_part(flight, microbatch, part)
         return True
 
     def _missing(self, part: Part, is_first: bool) -> list[Way]:
@@ -302,25 +302,17 @@ class Engine:
         return [way for way in ways if way is not None and not has(way.key)]
 
     @tells("action", lambda own: words_of(Kind.BACKWARD, own.get("microbatch")))
-    def _run_part(
-        self, flight: Flight, at: int, microbatch: SuspendableMicrobatch, part: Part
-    ) -> None:
-        """Runs a part of a backward.
-
-        Args:
-            flight: whose actions it is among.
-            at: its place.
-            microbatch: whose.
-            part: the part.
-        """
-        action, order, todo = flight.todo[at], microbatch.order, flight.todo
+    def _run_part(self, flight: Flight, microbatch: SuspendableMicrobatch, part: Part) -> None:
+        """Runs the next part of a microbatch's backward."""
+        order = microbatch.order
         assert microbatch.parts is not None
         del microbatch.parts[-1]
-        own = [each for each in todo if each.kind is Kind.BACKWARD and each.microbatch == order]
-        for each in own if not microbatch.parts else [action] if len(own) > 1 else ():
-            todo.remove(each)
-        is_last = not any(each.kind is Kind.BACKWARD and each.microbatch != order for each in todo)
-        if is_last and self._before_last_backward is not None:
+        backwards = [each for each in flight.todo if each.kind is Kind.BACKWARD]
+        own = [each for each in backwards if each.microbatch == order]
+        # One action remains until all parts have run, and none behind that.
+        for each in own[:-1][:1] if microbatch.parts else own:
+            flight.todo.remove(each)
+        if len(own) == len(backwards) and self._before_last_backward is not None:
             while self._compute_left(flight):
                 pass
             self._before_last_backward()
@@ -329,7 +321,7 @@ class Engine:
         run = partial(torch.autograd.backward, part.roots, part.gradients)
         if self._puts_off:
             run = partial(self._later.backward, microbatch, part.roots, part.gradients)
-        with self._around(action), self._core.trained_as(microbatch.flags), run_by(microbatch):
+        with self._around(own[0]), self._core.trained_as(microbatch.flags), run_by(microbatch):
             if part.roots:
                 run_part(microbatch, run)
             if microbatch.parts:

@@ -102,6 +102,12 @@ def _written_to(microbatch: SuspendableMicrobatch) -> LayerError:
 
 
 def _may_divide(microbatch: SuspendableMicrobatch) -> bool:
-    """Whether nothing else looks at the nodes of the backward, or at what they have saved."""
-    is_looked_at = microbatch.saves or microbatch.timer or microbatch.finite
-    return not is_looked_at and not any(each.weights is not None for each in microbatch.core.gates)
+    has_moving_weights = any(each.weights is not None for each in microbatch.core.gates)
+    return not is_watched(microbatch) and not has_moving_weights
+
+
+def is_watched(microbatch: SuspendableMicrobatch) -> bool:
+    """Whether something else looks at the nodes of the backward, or at what they have saved: then
+    it runs as a whole.
+    """
+    return bool(microbatch.saves or microbatch.timer or microbatch.finite)

@@ -435,8 +435,9 @@ def _groups(layers_with: dict[Tensor, list[int]], num_layers: int) -> list[int]:
 def _chunks(owners: Sequence[int], stage: int) -> dict[int, int]:
     """The chunk of each of a stage's layers: those that follow each other are one."""
     found: dict[int, int] = {}
+    count = 0
     for number, owner in enumerate(owners):
         if owner == stage:
-            begins = number - 1 not in found
-            found[number] = max(found.values(), default=-1) + 1 if begins else found[number - 1]
+            count += number - 1 not in found
+            found[number] = count - 1
     return found

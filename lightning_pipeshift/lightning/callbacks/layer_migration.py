@@ -40,10 +40,9 @@ class LayerMigration(Callback):
         patience: for how many consecutive steps an imbalance has to last; more, as long as they do
             not say clearly how fast each stage is. After so many steps under the new plan the move
             is judged by their mean time, and undone if they gain less than a quarter of what was
-            expected. Moves that reverse
-            earlier ones need twice the patience, and twice that the next time, so that layers do
-            not move back and forth with a stage whose speed fluctuates; so do moves after one that
-            was undone.
+            expected. Moves that reverse earlier ones need twice the patience, and twice that the
+            next time, so that layers do not move back and forth with a stage whose speed
+            fluctuates; so do moves after one that was undone.
         watches: whether to measure at all; ``False``: only ``moves`` and requests from other
             processes are carried out.
 

@@ -70,7 +70,7 @@ class BatchMetrics:
                 _set_state(metric, before)
                 set_update_count(metric, count)
                 set_last_value(metric, value)
-        self._states = [[] for _ in self._metrics]
+        self._states = []
 
 
 def _computed(

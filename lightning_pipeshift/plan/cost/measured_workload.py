@@ -46,6 +46,7 @@ def workload_of(
     share = samples / profile.samples
     sizes = relative_sizes(samples * microbatches, microbatches)
     devices = [cluster.devices[rank] for rank in ranks]
+    num_chunks = len(ranks) // len(set(ranks))
     speeds = np.array([device.speed for device in devices])
     times = [profile.kind_of(device) for device in devices]
     seconds = share * np.stack([profile.seconds[device.kind] for device in devices], axis=1)
@@ -86,7 +87,7 @@ def workload_of(
         momentary_bytes=momentary_bytes(layers["working_bytes"], gradients, sizes[0] * share),
         payload_bytes=np.array([*across[0, :-1], 0.0]),
         shared_bytes=profile.shared_bytes,
-        usable_bytes=np.array([cluster.devices[x].usable_bytes / ranks.count(x) for x in ranks]),
+        usable_bytes=np.array([device.usable_bytes / num_chunks for device in devices]),
         schedule=schedule,
         microbatches=microbatches,
         sizes=sizes,

@@ -228,6 +228,11 @@ def num_chunks(name: str, num_stages: int) -> int:
     return NUM_CHUNKS if name in INTERLEAVED and num_stages > 1 else 1
 
 
+def in_chunks(ranks: Sequence[int], name: str) -> tuple[int, ...]:
+    """The ranks of a virtual machine's stages, once for each chunk of layers, as costs are."""
+    return (*ranks,) * num_chunks(name, len(ranks))
+
+
 ScheduleFunction = Callable[[int, int], Schedule]
 
 SYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {

@@ -16,7 +16,7 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile, shared_bytes
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.schedule.schedules import num_chunks
+from lightning_pipeshift.plan.schedule.schedules import in_chunks
 from lightning_pipeshift.plan.search.problem import Problem
 from lightning_pipeshift.plan.search.request import Arrangement
 
@@ -106,7 +106,7 @@ class Measured:
         profile, cluster = self.profile, self.cluster
         found = []
         for machine in self.ranks:
-            ranks = (*machine,) * num_chunks(schedule, len(machine))
+            ranks = in_chunks(machine, schedule)
             workload = workload_of(profile, cluster, ranks, schedule, microbatches)
             found.append(Problem.of(profile, workload, cluster, ranks, policy, recompute))
         return found
@@ -230,9 +230,7 @@ class Measured:
 
     def _pipelines(self, plan: Plan) -> Pipelines:
         how = plan.schedule, plan.microbatches
-        ranks = [
-            (*machine,) * num_chunks(plan.schedule, len(machine)) for machine in self.ranks_of(plan)
-        ]
+        ranks = [in_chunks(machine, plan.schedule) for machine in self.ranks_of(plan)]
         workloads = [workload_of(self.profile, self.cluster, machine, *how) for machine in ranks]
         cuts = [plan.cut(vm) for vm in range(len(ranks))]
         return Pipelines(self.profile, self.cluster, ranks, workloads, cuts)

@@ -86,5 +86,7 @@ class StageBytes:
         return held[self._stage] * self._model.batch_bytes + self.working(runs)
 
     def working(self, runs: Iterable[int]) -> int:
-        """What the layer that runs takes for a moment: free in an update."""
+        """The most bytes that one of these layers takes only while it runs. In an optimizer's
+        update no layer runs, and they are free.
+        """
         return max((self._working_bytes.get(n, 0) for n in runs), default=0)

@@ -16,7 +16,7 @@ from typing import Final
 
 from lightning_pipeshift.plan.cost.simulator import Costs, clock, simulate
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.schedules import num_chunks
+from lightning_pipeshift.plan.schedule.schedules import in_chunks
 from lightning_pipeshift.plan.search.measurements import Measured
 from lightning_pipeshift.text import seconds_text
 
@@ -73,8 +73,7 @@ def waits_of(plan: Plan, measured: Measured) -> list[Wait]:
     for machine, costs in zip(measured.ranks_of(plan), prediction.costs, strict=True):
         if costs.num_stages > _MOST_STAGES:
             continue
-        # One for each chunk of layers, as in the costs.
-        ranks = (*machine,) * num_chunks(plan.schedule, len(machine))
+        ranks = in_chunks(machine, plan.schedule)
         links, stages = saved_seconds(plan.schedule, plan.microbatches, costs)
         found += [Wait("link", (ranks[b], ranks[b + 1]), each) for b, each in enumerate(links)]
         for rank, each in zip(ranks, stages, strict=True):
